@@ -95,8 +95,8 @@ def _note_products(job: Job, runtime: Runtime) -> None:
 def _note_costs(job: Job, runtime: Runtime, mode: Mode, costs: Costs) -> None:
     plain, drafter = costs.of_step(1), runtime.engine.modes[mode].drafter
     assert drafter is not None
-    row = {"mode": mode, "plain, ms": 1e3 * plain, "draft": costs.draft / plain}
-    row |= {"its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes, "first draft more": costs.draft_begin / plain}
+    row = {"mode": mode, "plain, ms": 1e3 * plain, "draft": costs.chain.step / plain}
+    row |= {"its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes, "first draft more": costs.chain.begin / plain}
     job.add("steps, of a plain one", row | {f"verify {width}": costs.of_step(width) / plain for width in WIDTHS})
 
 

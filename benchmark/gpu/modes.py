@@ -141,7 +141,7 @@ def _figures(
         "first token, ms": 1e3 * stats.prefill_s / len(found.stats),
         "tau": stats.tau if drafts else None,
         "alpha": stats.alpha if drafts else None,
-        "c": costs.draft / one if one and costs.draft else None,
+        "c": costs.chain.step / one if one and costs.chain.step else None,
         "v": widest / one if one and widest else None,
         "of copy": None if drafts else runtime.weight_bytes * speed / copy_bandwidth(job.device),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,9 +35,9 @@ from sharesd.reports.questions import first_turns, prompt_ids
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation import cost_model, draft_policy, draft_scorer, query_gate
-from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.cost_model import Costs, DraftCost
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import chains, shapes_of
+from sharesd.speculation.draft_tree import DraftKind, chains, shapes_of
 from sharesd.startup.cost_fit import of_more_rows
 
 PLAIN = 8e-3
@@ -61,6 +61,7 @@ DRAFTS = {
     ("expensive", "eagle"): (0.3, 0.1, 0.4, 0.1),
     ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
     ("flat", "eagle"): (0.08, 0.05, 0.07, 0.055),
+    ("flat", "share"): (0.3, 0.04, 0.35, 0.0),
 }
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
 READ = 0.005
@@ -70,8 +71,12 @@ EIGHT_ROWS = {"avx512": {1: 1.17, 2: 2.15, 4: 4.13}, "avx2": {1: 1.75, 2: 3.4, 4
 EIGHT_ROWS_DRAFTS = {"share": 3.0, "eagle": 2.0}
 """Drafter -> a draft step of eight rows over one of a row."""
 PRIORS = {"share": 0.8, "eagle": 0.5}
-RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24)]
-RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8), ("eagle", 0, 6000, 6), ("eagle", 1, 6000, 6)]
+RECORDED = [
+    (drafter, temperature, context, num)
+    for drafter in ("eagle", "share")
+    for context, num in ((100, 24), (2000, 8), (6000, 6))
+    for temperature in (0, 1)
+]
 """Drafter, temperature, tokens of the prompts, number of questions."""
 SEEDS = 2
 SHORT = 64
@@ -81,7 +86,8 @@ SHORT = 64
 @dataclass(frozen=True)
 class Cell:
     machine: str
-    model: str | None
+    model: str
+    """Model drafters, joined by +; "": none."""
     table: bool = False
     temperature: int = 0
     rows: int = 1
@@ -101,6 +107,10 @@ class Cell:
     noise: float = 0.03
     stalls: float = 0.02
 
+    @property
+    def models(self) -> Sequence[str]:
+        return self.model.split("+") if self.model else ()
+
 
 GROUPS = {
     "one model": [
@@ -110,14 +120,17 @@ GROUPS = {
         *(Cell("avx2", "eagle", True), Cell("avx512", "eagle", True), Cell("gpu", "share", True)),
         Cell("avx2", "eagle", True, 1),
     ],
-    "tables": [*(Cell("avx2", None, True), Cell("avx2", None, True, 1), Cell("avx2", None, True, context=2000))],
+    "two models": [
+        *(Cell(machine, "eagle+share", True, temperature) for machine in ("flat", "avx512") for temperature in (0, 1)),
+    ],
+    "tables": [*(Cell("avx2", "", True), Cell("avx2", "", True, 1), Cell("avx2", "", True, context=2000))],
     "long": [
         *(Cell("avx512", "eagle", True, temperature, context=2000) for temperature in (0, 1)),
         *(Cell("avx512", "eagle", True, temperature, context=6000) for temperature in (0, 1)),
     ],
     "corpus": [
         *(Cell(machine, "eagle", True, corpus=True) for machine in ("avx512", "avx2", "gpu")),
-        *(Cell("avx512", None, True, corpus=True), Cell("avx512", "eagle", True, 1, corpus=True)),
+        *(Cell("avx512", "", True, corpus=True), Cell("avx512", "eagle", True, 1, corpus=True)),
         Cell("avx512", "eagle", True, context=2000, corpus=True),
     ],
     "starts": [
@@ -128,7 +141,7 @@ GROUPS = {
     ],
     "losing": [*(Cell("expensive", "eagle"), Cell("expensive", "share"), Cell("expensive", "eagle", temperature=1))],
     "eight rows": [
-        *(Cell("avx2", None, True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
+        *(Cell("avx2", "", True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
     ],
     "noise": [
         Cell("avx2", "eagle", start_error=0.3),
@@ -200,28 +213,24 @@ def _records(folder: Path, confidence: float) -> Sequence[DraftRecords]:
 
 def costs_of(cell: Cell) -> Costs:
     """Return the costs of the cell's machine."""
-    draft, begin, level, level_begin = (
-        PLAIN * cost for cost in (DRAFTS[cell.machine, cell.model] if cell.model else (0.0,) * 4)
-    )
-    slot = PLAIN * (1.1e-4 if cell.model == "share" else 5e-6) * (cell.machine != "gpu")
+    drafts: dict[DraftKind, DraftCost] = {}
+    for model in cell.models:
+        draft, begin, level, level_begin = (PLAIN * cost for cost in DRAFTS[cell.machine, model])
+        slot = PLAIN * (1.1e-4 if model == "share" else 5e-6) * (cell.machine != "gpu")
+        drafts[DraftKind(model, False)] = DraftCost(draft, begin, slot)
+        drafts[DraftKind(model, True)] = DraftCost(level, level_begin, slot)
     costs = Costs(
         step={width: PLAIN * step for width, step in STEPS[cell.machine].items()},
-        draft=draft,
-        level=level,
-        draft_begin=begin,
-        level_begin=level_begin,
         step_slot={width: PLAIN * (1e-4 + 1.7e-4 * (width - 1) / 8) for width in STEPS[cell.machine]},
-        draft_slot=slot,
-        level_slot=slot,
-        read=READ * PLAIN * (cell.model == "eagle"),
+        drafts=drafts,
+        read={model: READ * PLAIN for model in cell.models if model == "eagle"},
     )
     if cell.rows == 1:
         return costs
-    more = EIGHT_ROWS_DRAFTS.get(cell.model or "", 1.0)
     at_most = replace(
         costs,
         step={width: PLAIN * step for width, step in EIGHT_ROWS[cell.machine].items()},
-        **{name: more * getattr(costs, name) for name in ("draft", "level", "draft_begin", "level_begin")},
+        drafts={kind: cost.scaled(EIGHT_ROWS_DRAFTS[kind.drafter]) for kind, cost in drafts.items()},
     )
     return of_more_rows(costs, cell.rows, 8, at_most)
 
@@ -229,21 +238,28 @@ def costs_of(cell: Cell) -> Costs:
 def _dearer(costs: Costs, factor: float) -> Costs:
     """Return costs of which drafts and wide steps take so many times as long."""
     step = {width: max(costs.step[1], factor * s) if width > 1 else s for width, s in costs.step.items()}
-    return replace(costs, step=step, draft=factor * costs.draft, level=factor * costs.level)
+    drafts = {kind: replace(cost, step=factor * cost.step) for kind, cost in costs.drafts.items()}
+    return replace(costs, step=step, drafts=drafts)
 
 
 def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     """Return the speedup over plain decoding, of policies that begin with disturbed costs."""
-    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}", cell.confidence)
-    if cell.corpus or cell.texts:
-        records = [replace(each, answer=each.answer[:SHORT]) for each in records]
+    of_models = {
+        model: _records(folder / f"{model}-T{cell.temperature}-{cell.context}", cell.confidence)
+        for model in cell.models or ("eagle",)
+    }
+    length = SHORT if cell.corpus or cell.texts else None
+    records = [
+        {model: replace(each, answer=each.answer[:length]) for model, each in zip(of_models, of_one, strict=True)}
+        for of_one in zip(*of_models.values(), strict=True)
+    ]
     dice, played, texts = random.Random(seed), Played(), cell.texts or len(records)
     for first in range(0, len(records), texts):
         _play_start(cell, records[first : first + texts], dice, played)
     return played.speedup
 
 
-def _play_start(cell: Cell, records: Sequence[DraftRecords], dice: random.Random, played: Played) -> None:
+def _play_start(cell: Cell, records: Sequence[Mapping[str, DraftRecords]], dice: random.Random, played: Played) -> None:
     """Play texts with a new policy."""
     costs, stops = costs_of(cell), cell.machine != "gpu"
 
@@ -253,18 +269,23 @@ def _play_start(cell: Cell, records: Sequence[DraftRecords], dice: random.Random
     step: dict[int, float] = {}
     for width, seconds in costs.step.items():
         step[width] = max([disturbed(seconds), *step.values()])
-    believed = replace(costs, step=step, draft=disturbed(costs.draft), level=disturbed(costs.level))
-    start = _dearer(believed, cell.start_factor)
-    model, prior = None, 0.8
-    if cell.model:
-        prior = PRIORS[cell.model] ** (draft_policy.SAMPLED if cell.temperature else 1.0)
-        model = RecordedModel(shapes_of(3, 6, 8) if stops else chains(8), prior)
-    drafter: Drafter | None = model
+    drafts = {kind: replace(cost, step=disturbed(cost.step)) for kind, cost in costs.drafts.items()}
+    start = _dearer(replace(costs, step=step, drafts=drafts), cell.start_factor)
+    power, shapes = draft_policy.SAMPLED if cell.temperature else 1.0, shapes_of(3, 6, 8) if stops else chains(8)
+    models = [RecordedModel(model, shapes, PRIORS[model] ** power) for model in cell.models]
+    drafter: Drafter
     if cell.table:
         corpus = open_datastore(EMBEDDED_CORPUS) if cell.corpus else None
-        drafter = HybridDrafter("hybrid", [SuffixTable(corpus)], model, num_nodes=8, trees=True)
-    assert drafter is not None
-    policy = Policy(drafter.shapes, costs=start, measured={cell.rows: start}, can_stop_early=stops, prior=prior)
+        drafter = HybridDrafter("hybrid", [SuffixTable(corpus)], *models, num_nodes=8, trees=True)
+    else:
+        (drafter,) = models
+    policy = Policy(
+        [shape._replace(drafter=model.name) for model in models for shape in shapes] or chains(8),
+        costs=start,
+        measured={cell.rows: start},
+        can_stop_early=stops,
+        priors={model.name: model.prior for model in models},
+    )
     machine = Machine(costs=costs, query=0.025 * PLAIN * cell.table, noise=cell.noise, stalls=cell.stalls)
     for first in range(0, len(records) - cell.rows + 1, cell.rows):
         if first >= len(records) / 3:

@@ -70,25 +70,27 @@ class Played:
 class RecordedModel(Drafter):
     """Model drafter that returns recorded drafts at the rows' places."""
 
-    name = "recorded"
     branching = 3
 
-    def __init__(self, shapes: Sequence[DraftShape], prior: Any) -> None:
+    def __init__(self, name: str, shapes: Sequence[DraftShape], prior: Any) -> None:
+        self.name = name
         self.shapes, self.trees, self.prior = shapes, shapes[-1].is_tree, prior
-        self.rows: dict[int, tuple[DraftRecords, int]] = {}
-        """Record and place (emitted tokens - 1) of each row that is alive."""
+        self.records: Mapping[int, DraftRecords] = {}
+        """Record of each row."""
+        self.rows: Mapping[int, int] = {}
+        """Place (emitted tokens - 1) of each row that is alive."""
         self._read: dict[int, int] = {}  # places of the rows' last drafts
 
     def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
         """As a head counts them: the first step of a draft reads a few."""
-        missed = (self.rows[row][1] - self._read.get(row, 0) for row in texts)
+        missed = (self.rows[row] - self._read.get(row, 0) for row in texts)
         return sum(num for num in missed if num > self.shapes[-1].nodes)
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         self._read[row] = 0
 
     def catch_up(self, texts: Mapping[int, list[int]], *_: Any, **__: Any) -> None:
-        self._read |= {row: place for row, (_, place) in self.rows.items()}
+        self._read |= self.rows
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
         make = self._tree if shape.is_tree else self._chain
@@ -107,8 +109,7 @@ class RecordedModel(Drafter):
         return DraftTree(tokens, depth=length, record=DraftRecord(self.name, num_steps=length))
 
     def _at(self, row: int, part: str) -> Any:
-        record, place = self.rows[row]
-        return getattr(record, part)[place]
+        return getattr(self.records[row], part)[self.rows[row]]
 
     def _tree(self, scorer: Any, context: Any, shape: DraftShape) -> DraftTree:
         levels, branching = 0, self.branching
@@ -193,15 +194,22 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], answer: Sequenc
 def play(
     policy: Policy,
     drafter: Drafter,
-    records: Sequence[DraftRecords],
+    records: Sequence[Mapping[str, DraftRecords]],
     machine: Machine,
     *,
     dice: random.Random,
     played: Played | None = None,
 ) -> Played:
-    """Decode answers together, as rows of one call; the policy keeps what it has learned before."""
-    found, model = played or Played(), drafter if isinstance(drafter, RecordedModel) else drafter.model_drafter  # type: ignore[attr-defined]
-    texts = {row: record.prompt + record.answer[:1] for row, record in enumerate(records)}
+    """Decode answers together, as rows of one call; the policy keeps what it has learned before.
+
+    `records`: of each row, by model drafter.
+    """
+    found = played or Played()
+    answers = {row: next(iter(of_models.values())) for row, of_models in enumerate(records)}
+    texts = {row: record.prompt + record.answer[:1] for row, record in answers.items()}
+    for model in drafter.models:
+        assert isinstance(model, RecordedModel)
+        model.records = {row: of_models[model.name] for row, of_models in enumerate(records)}
     places = dict.fromkeys(texts, 0)
     policy.end_rest()
     for row, text in texts.items():
@@ -217,8 +225,8 @@ def play(
         slots = sum(len(text) for text in texts.values()) / len(records)
         policy.counted_rows, policy.reasons = counted, {}
         policy.live.at(slots, THREADS, len(records))
-        if model is not None:
-            model.rows = {row: (records[row], place) for row, place in places.items()}
+        for model in drafter.models:
+            model.rows = places  # type: ignore[attr-defined]
         alive = {row: texts[row] for row in places}
         tree, rests, shape = buffers.no_draft, policy.rests(), NO_DRAFT
         if not rests:
@@ -227,9 +235,11 @@ def play(
             num_unread_tokens = drafter.num_unread_tokens(alive)
             drafter.catch_up(alive, False)
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]
-            if tree.record.num_steps:
+            if not drafter.runs_on_host:
                 tree = tree.with_record(num_unread_tokens=num_unread_tokens)
-        base = machine.costs.of_draft(policy.shape_of(tree), slots) + tree.record.num_unread_tokens * machine.costs.read
+        base = machine.costs.of_draft(policy.shape_of(tree), slots) + (
+            tree.record.num_unread_tokens * machine.costs.read.get(tree.record.drafter, 0.0)
+        )
         decision = RESTING if rests else policy.decision(is_plain=not tree.tokens.shape[1])
         base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)
@@ -237,7 +247,7 @@ def play(
         paths, progress, emitted = [], {}, {}
         tokens, parents = tree.tokens.tolist(), parents_of(tree).tolist()
         for row, place in places.items():
-            answer = records[row].answer
+            answer = answers[row].answer
             path = accepted_path(tokens[row], parents[row], answer[place + 1 :])
             progress[row] = len(path) + 1
             emitted[row] = answer[place + 1 : place + 2 + len(path)]
@@ -247,7 +257,7 @@ def play(
         for row, new in emitted.items():
             places[row] += len(new)
             texts[row] += new
-        still = [row for row in places if places[row] < len(records[row].answer) - 1] or list(places)
+        still = [row for row in places if places[row] < len(answers[row].answer) - 1] or list(places)
         advance = min(places[row] for row in still) - before
         found.rounds += 1
         found.tokens += sum(map(len, emitted.values()))
@@ -258,5 +268,5 @@ def play(
         policy.record(decision, tree, paths, draft_s, step_s, advance)
         # Plain decoding takes a step for each token of the row that is furthest behind.
         found.plain_seconds += machine.mean(machine.costs.of_step(1, slots), number) * advance
-        places = {row: place for row, place in places.items() if place < len(records[row].answer) - 1}
+        places = {row: place for row, place in places.items() if place < len(answers[row].answer) - 1}
     return found

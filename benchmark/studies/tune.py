@@ -270,10 +270,11 @@ def predict(drafts: Sequence[Drafts], max_draft: int) -> list[Measured]:
         widths = set.intersection(*(set(costs.step) for costs in of_all))
         step = {width: median(costs.of_step(width) / costs.of_step(1) for costs in of_all) for width in widths}
         for each, timed, found in zip(drafts, of_all, predicted, strict=True):
-            c, begin = timed.draft / timed.of_step(1), timed.draft_begin / timed.of_step(1)
-            alpha, costs = each.alphas[place], replace(timed, step=step, draft=c, draft_begin=begin)
+            scaled = {kind: cost.scaled(1 / timed.of_step(1)) for kind, cost in timed.drafts.items()}
+            alpha, costs = each.alphas[place], replace(timed, step=step, drafts=scaled)
             num_draft = best_length(alpha, costs, max_draft)
-            speedup, v = expected_speedup(alpha, num_draft, costs), costs.of_step(1 + num_draft)
+            c, v = costs.chain.step, costs.of_step(1 + num_draft)
+            speedup = expected_speedup(alpha, num_draft, costs)
             found.append(
                 Predicted(temperature=temperature, c=c, alpha=alpha, num_draft=num_draft, v=v, speedup=speedup)
             )
@@ -360,7 +361,7 @@ def decode(
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
     """Return expected tokens per round over its cost in plain steps."""
     tokens = num_draft + 1 if alpha == 1 else (1 - alpha ** (num_draft + 1)) / (1 - alpha)
-    return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
+    return tokens * costs.of_step(1) / (costs.chain.of_draft(num_draft) + costs.of_step(1 + num_draft))
 
 
 def best_length(alpha: float, costs: Costs, max_length: int) -> int:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sharesd.config import EngineConfig
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
-PRIOR = 0.5
-"""Acceptance of a draft token before any was verified, of drafters that give none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +92,11 @@ class Drafter:
 
     adds_late_nodes = False
     """True if it may have `late_nodes`."""
+
+    @property
+    def models(self) -> Sequence[Drafter]:
+        """Drafters whose drafts take time on the device: itself, or those of a mixture."""
+        return (self,)
 
     def goes_ahead(self, context: DraftContext) -> bool:
         """Return True if the coming round needs nothing of the last."""

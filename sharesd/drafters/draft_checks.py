@@ -74,7 +74,7 @@ def _faults_of_nodes(tokens: Sequence[int], parents: Sequence[int], vocab_size: 
 
 
 def checked_draft(drafter: Drafter, context: DraftContext, shape: DraftShape) -> DraftTree:
-    """Draft; raise WrongDraft for a wrong draft.
+    """Draft, and note the drafter's name; raise WrongDraft for a wrong draft.
 
     Tokens and parents of drafters from outside of this package are checked if they are in host memory and nothing is
     replayed: devices are not waited for.
@@ -91,7 +91,7 @@ def checked_draft(drafter: Drafter, context: DraftContext, shape: DraftShape) ->
     is_ours = type(drafter).__module__.startswith("sharesd.")
     if not is_ours and context.graphs is None and tokens_BN.device.type == "cpu":
         _check_nodes(name, tree, context.sampler.vocab_size)
-    return tree
+    return tree.with_record(drafter=name)
 
 
 def _check_nodes(drafter: str, tree: DraftTree, vocab_size: int) -> None:

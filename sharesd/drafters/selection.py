@@ -170,9 +170,6 @@ def _check_members(field: str, given: tuple[str, ...]) -> None:
     for name in given:
         if name not in (*models, *tables):
             raise ValueError(f"{field} is {name!r}; choose one of {', '.join((*models, *tables))}")
-    if sum(name in models for name in given) > 1:
-        several = ", ".join(name for name in given if name in models)
-        raise ValueError(f"{field} is {', '.join(given)}, and only one of {several} can draft; leave the others out")
 
 
 def _check_options(given: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from compile.device_timer import Clock
 from compile.op_registry import runs_cpp
-from sharesd.drafters.base import PRIOR, DraftContext, Drafter
+from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.engine.decode_round import BatchState, Round
 from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
@@ -17,7 +17,7 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import SAMPLED, Policy
+from sharesd.speculation.draft_policy import PRIOR, SAMPLED, Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
 
 Drafts = dict[tuple[SamplingKind, int, int], tuple[DraftBuffers, dict[object, Any]]]
@@ -48,7 +48,9 @@ class DecodeVariant:
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._clock, self._options = row_sampling, state, clock, options
         self._widths = sorted(options.widths) if options.widths else None
-        shapes: Sequence[DraftShape] = drafter.shapes if drafter else (NO_DRAFT,)
+        models, shapes = (drafter.models, drafter.shapes) if drafter else ((), (NO_DRAFT,))
+        if drafter is not None and not drafter.runs_on_host:
+            shapes = [shape._replace(drafter=drafter.name) for shape in shapes]
         if kind.acceptance != "match":
             shapes = [shape for shape in shapes if not shape.is_tree]
         self._max_nodes = max(shape.nodes for shape in shapes)
@@ -59,7 +61,7 @@ class DecodeVariant:
         self.policy = Policy(
             shapes,
             pinned=None if auto_length else shapes[-1],
-            prior=((drafter.prior if drafter else 0.0) or PRIOR) ** (SAMPLED if kind.sampled else 1.0),
+            priors={model.name: (model.prior or PRIOR) ** (SAMPLED if kind.sampled else 1.0) for model in models},
             can_stop_early=options.graphs is None and runs_cpp(device) and not async_scheduling,
         )
         self._uses_tables = drafter is not None and drafter.runs_on_host
@@ -131,9 +133,9 @@ class LoadedMode:
 
         On GPUs, with a drafter that can go ahead.
         """
-        model = getattr(drafter, "model_drafter", drafter)  # of a mixture: the model drafter in it
-        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
-        """The target's cache, and that of a model drafter."""
+        of_models = (getattr(model, "cache", cache) for model in (drafter.models if drafter else ()))
+        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, *of_models]))
+        """The target's cache, and those of model drafters."""
         self.auto_length = options.auto_length and drafter is not None
         """True if policies choose the shapes of drafts."""
         self._variants: dict[SamplingKind, DecodeVariant] = {}

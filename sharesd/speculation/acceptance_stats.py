@@ -43,16 +43,17 @@ class AcceptanceEstimator:
         """`alpha`: acceptance of a token after accepted ones, before any draft was verified."""
         self._tried, self._kept = [0.0] * num_positions, [0.0] * num_positions  # decayed, by position
         self._pool = (PRIOR, PRIOR * alpha)  # tries and hits at any position
-        self._age = 0
+        self.last_age = 0
+        """Age at the last draft."""
         self.means: RunningMeans | None = None
         """Means of accepted tokens, steps and nodes of drafts that end early; None: none was made."""
 
     def record(self, age: int, accepted: int, steps: int, nodes: int) -> None:
         """Count a draft: accepted tokens, steps made, nodes verified."""
-        if age > self._age:
-            fade = DECAY ** (age - self._age)
+        if age > self.last_age:
+            fade = DECAY ** (age - self.last_age)
             self._tried, self._kept = [fade * each for each in self._tried], [fade * each for each in self._kept]
-            self._age = age
+            self.last_age = age
         tries, hits = self._pool
         for at in range(min(accepted + 1, steps)):
             self._tried[at] += 1
@@ -64,7 +65,7 @@ class AcceptanceEstimator:
 
     def cumulative_acceptance(self, age: int) -> list[float]:
         """Return the probability, at each position, of acceptance up to it."""
-        fade, weight = DECAY ** (age - self._age), 2 * PRIOR
+        fade, weight = DECAY ** (age - self.last_age), 2 * PRIOR
         prior = weight * self._pool[1] / self._pool[0]
         counts = zip(self._kept, self._tried, strict=True)
         return list(accumulate(((fade * hits + prior) / (fade * tries + weight) for hits, tries in counts), mul))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 
 from compile.kv_layout import SINKS
-from sharesd.speculation.draft_tree import DraftShape
+from sharesd.speculation.draft_tree import DraftKind, DraftShape
 
 START_DOUBT = 0.3
 """Relative error of a start's costs, fresh or kept, before rounds have repeated them."""
@@ -31,15 +31,43 @@ MOST = log(2)
 CONTEXT_GRID = 16
 """Slots by which the context grows before costs are computed again."""
 
-
-DRAFT, LEVEL = 0, -1
-"""Entries of draft steps and of levels, next to those of steps, which are numbers of tokens."""
-Parts = Sequence[tuple[int, float]]
+Entry = int | DraftKind
+"""What has an entry: steps of a number of tokens, and drafts of a kind."""
+Parts = Sequence[tuple[Entry, float]]
 """Entries that a time is computed from, with shares."""
 
 
 def proportional(rows: float) -> float:
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """Seconds of a model's drafts of one kind."""
+
+    step: float
+    """Of a draft step, or of a level of a tree."""
+    begin: float = 0.0
+    """That the first one takes longer, to load small weights."""
+    slot: float = 0.0
+    """That each live slot adds to each."""
+    single_pass: bool = False
+    """A draft takes one step or level whatever its depth."""
+
+    def num_steps(self, depth: float) -> float:
+        """Return the steps or levels of a draft of this depth."""
+        return min(depth, 1) if self.single_pass else depth
+
+    def of_step(self, window: int, context: float) -> float:
+        """Return seconds of a step that is not the first, with this number of live slots."""
+        return self.step + self.slot * (min(context, window + SINKS) if window else context)
+
+    def of_draft(self, depth: float, window: int = 0, context: float = 0.0) -> float:
+        """Return seconds of a draft of this depth."""
+        return self.num_steps(depth) * self.of_step(window, context) + self.begin * (depth > 0)
+
+    def scaled(self, factor: float) -> DraftCost:
+        return replace(self, step=factor * self.step, begin=factor * self.begin, slot=factor * self.slot)
 
 
 @dataclass(slots=True)
@@ -48,24 +76,12 @@ class Costs:
 
     step: dict[int, float] = field(default_factory=dict)
     """Seconds of a target step by tokens per row, sampling included."""
-    draft: float = 0.0
-    """Seconds of a draft step; 0 if tables draft."""
-    level: float = 0.0
-    """Seconds of a level of a draft tree."""
     step_slot: dict[int, float] = field(default_factory=dict)
     """Seconds that each live slot, mean of rows, adds to a step."""
-    draft_slot: float = 0.0
-    """Seconds that each live slot adds to a draft step."""
-    level_slot: float = 0.0
-    """Seconds that each live slot adds to a level."""
-    read: float = 0.0
-    """Seconds of reading one token that a drafter missed; 0 without work."""
-    single_pass: bool = False
-    """Drafts take one step or level whatever their depth."""
-    draft_begin: float = 0.0
-    """Seconds that the first draft step takes longer, to load small weights."""
-    level_begin: float = 0.0
-    """Seconds that the first level takes longer."""
+    drafts: dict[DraftKind, DraftCost] = field(default_factory=dict)
+    """Costs of models' drafts; none if tables draft."""
+    read: dict[str, float] = field(default_factory=dict)
+    """Seconds of reading one token that a drafter missed, by drafters that have to."""
     growth: Callable[[float], float] = field(default=proportional, compare=False)
     """How the time of a step grows with its tokens between measured ones, see `Decoder.growth`."""
 
@@ -89,38 +105,26 @@ class Costs:
         share = (growth(width) - growth(low)) / (growth(high) - growth(low))
         return [(low, 1 - share), (high, share)]
 
-    def draft_line(self, is_tree: bool, window: int = 0, context: float = 0.0) -> tuple[float, float]:
-        """Return seconds of each draft step, or level, and those that the first takes longer."""
-        context = min(context, window + SINKS) if window else context
-        if is_tree:
-            return self.level + self.level_slot * context, self.level_begin
-        return self.draft + self.draft_slot * context, self.draft_begin
+    @property
+    def chain(self) -> DraftCost:
+        """Cost of chains where one model drafts."""
+        return next((cost for kind, cost in self.drafts.items() if not kind.is_tree), DraftCost(0.0))
 
-    def of_draft(self, shape: DraftShape, context: float = 0.0) -> float:
-        """Return seconds of a model's draft of this shape."""
-        each, begin = self.draft_line(shape.is_tree, shape.window, context)
-        return self.num_steps(shape.depth) * each + begin * (shape.depth > 0)
+    def of_draft(self, shape: DraftShape, context: float = 0.0, depth: float | None = None) -> float:
+        """Return seconds of a model's draft of this shape, or of its kind with this depth; 0: not measured."""
+        cost = self.drafts.get(shape.kind)
+        return cost.of_draft(shape.depth if depth is None else depth, shape.window, context) if cost else 0.0
 
-    def num_steps(self, depth: float) -> float:
-        """Return the steps or levels of a model's draft of this depth."""
-        return min(depth, 1) if self.single_pass else depth
-
-    def scale(self, key: int, factor: float) -> None:
+    def scale(self, entry: Entry, factor: float) -> None:
         """Multiply the seconds of an entry. A step still takes no longer than a wider one."""
-        if key > DRAFT:
-            at_key = max(factor * self.step[key], self.step.get(1, 0.0))
-            self.step_slot[key] = factor * self.step_slot.get(key, 0.0)
-            for width, seconds in self.step.items():
-                if width == key or (1 < width < key and seconds > at_key) or (width > key and seconds < at_key):
-                    self.step[width] = at_key
-        elif key == DRAFT:
-            self.draft, self.draft_begin, self.draft_slot = (
-                factor * each for each in (self.draft, self.draft_begin, self.draft_slot)
-            )
-        else:
-            self.level, self.level_begin, self.level_slot = (
-                factor * each for each in (self.level, self.level_begin, self.level_slot)
-            )
+        if isinstance(entry, DraftKind):
+            self.drafts[entry] = self.drafts[entry].scaled(factor)
+            return
+        at_entry = max(factor * self.step[entry], self.step.get(1, 0.0))
+        self.step_slot[entry] = factor * self.step_slot.get(entry, 0.0)
+        for width, seconds in self.step.items():
+            if width == entry or (1 < width < entry and seconds > at_entry) or (width > entry and seconds < at_entry):
+                self.step[width] = at_entry
 
 
 class _Place:
@@ -128,19 +132,20 @@ class _Place:
 
     def __init__(self, table: Costs, at_start: Costs, drift: float = 1.0) -> None:
         self.table, self.at_start, self.drift = table, at_start, drift
-        self.noise, self.errors = NOISE**2, dict[int, float]()  # last relative errors of predictions, by what was timed
+        self.noise = NOISE**2
+        self.errors = dict[Entry, float]()  # last relative errors of predictions, by what was timed
         self.reset()
 
     def reset(self) -> None:
         """Doubt all entries as at a start; their set has changed."""
         # Squared relative errors. The plain step has none: it is the measure.
-        self.drift_variance, keys = START_DOUBT**2, (DRAFT, LEVEL, *self.table.step)
-        self.variances = dict.fromkeys(keys, START_DOUBT**2) | {1: 0.0}
-        self.parts: dict[int, Parts] = {}  # interpolations by width
+        entries: list[Entry] = [*self.table.drafts, *self.table.step]
+        self.drift_variance, self.variances = START_DOUBT**2, dict.fromkeys(entries, START_DOUBT**2) | {1: 0.0}
+        self.parts: dict[int, list[tuple[int, float]]] = {}  # interpolations by width
         self._plain_run, self._num_drafts = 0, FRESH_DRIFT + 1  # plain steps in a row; drafts since two of them
         self._plain_drift, self.suspicion = self.drift, 1 - 1 / PLAIN_GAP
 
-    def parts_of(self, width: int) -> Parts:
+    def parts_of(self, width: int) -> list[tuple[int, float]]:
         """Return the entries that a step of this width is computed from, with shares."""
         parts = self.parts.get(width)
         if parts is None:
@@ -162,7 +167,7 @@ class _Place:
             self.suspicion += 1 / PLAIN_GAP + (log(self.drift / self._plain_drift) / SUSPICIOUS) ** 2
             self._num_drafts += not is_plain
 
-    def correct(self, timed: int, parts: Parts, seconds: float, predicted: float) -> None:
+    def correct(self, timed: Entry, parts: Parts, seconds: float, predicted: float) -> None:
         """Correct drift and entries by the error of a prediction, each by its part of the variance.
 
         An error counts as far as the next one of what was `timed` repeats it: a stall does not last. Without
@@ -214,7 +219,6 @@ class LiveCosts:
 
     def _forget(self) -> None:
         self._steps: dict[float, float] = {}  # by width
-        self._drafts: dict[tuple[bool, int], tuple[float, float]] = {}
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
         """Set the circumstances of the coming round: slots, threads, rows."""
@@ -267,20 +271,18 @@ class LiveCosts:
         self._steps[low] = found
         return found
 
-    def draft_line(self, is_tree: bool, window: int) -> tuple[float, float]:
-        """See `Costs.draft_line`; without the drift."""
-        found = self._drafts.get((is_tree, window))
-        if found is None:
-            found = self._drafts[is_tree, window] = self.table.draft_line(is_tree, window, self.context)
-        return found
-
     def draft(self, shape: DraftShape, depth: float | None = None) -> float:
-        """Return seconds of a model's draft of this shape, or of its kind with this depth, without the drift."""
-        depth = shape.depth if depth is None else depth
-        if not depth:
-            return 0.0
-        each, begin = self.draft_line(shape.is_tree, shape.window)
-        return begin + self.table.num_steps(depth) * each
+        """See `Costs.of_draft`; without the drift."""
+        return self.table.of_draft(shape, self.context, depth)
+
+    def draft_step(self, shape: DraftShape) -> float:
+        """Return seconds of a draft step, or level, that is not the first, without the drift."""
+        cost = self.table.drafts.get(shape.kind)
+        return cost.of_step(shape.window, self.context) if cost else 0.0
+
+    def read(self, drafter: str) -> float:
+        """Return seconds of reading one token that a drafter missed, without the drift."""
+        return self.table.read.get(drafter, 0.0)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
         """Return a round's plain steps by start costs, which stalls cannot change."""
@@ -301,12 +303,10 @@ class LiveCosts:
             now.suspect(is_plain=True)
             return
         if shape.nodes and draft_s:
-            kind = LEVEL if shape.is_tree else DRAFT
-            if not self.draft(shape):
-                each = draft_s / now.table.num_steps(shape.depth) / now.drift
-                now.table.draft, now.table.level = (now.table.draft, each) if shape.is_tree else (each, now.table.level)
-                self._forget()
-            now.correct(kind, ((kind, 1.0),), draft_s, self.draft(shape))
+            if not self.draft(shape):  # not measured at start
+                now.table.drafts[shape.kind] = DraftCost(draft_s / shape.depth / now.drift)
+                now.variances[shape.kind] = START_DOUBT**2
+            now.correct(shape.kind, ((shape.kind, 1.0),), draft_s, self.draft(shape))
         now.correct(2, now.parts_of(width), step_s, self.step(width))
         now.suspect(is_plain=False)
         self._forget()

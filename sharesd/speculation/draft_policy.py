@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sharesd.speculation.acceptance_stats import AcceptanceEstimator, RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer, num_worth
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftKind, DraftShape, DraftTree, model_shape
 from sharesd.speculation.query_gate import QueryGate
 
 EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
@@ -36,6 +36,8 @@ RATE_DECAY, RATE_PRIOR = 0.97, 8
 """Fading of rounds in the mean rate (about the last 33 count), and rounds at the rate of plain steps before them."""
 SAMPLED = 4 / 3
 """Power of the prior where tokens are sampled: 0.8 of quantized copies is 0.74 then, 0.5 of heads 0.4."""
+PRIOR = 0.5
+"""Acceptance of a draft token before any was verified, of drafters that give none."""
 WINDOW_CONTEXTS = 4
 """Contexts, in windows, from which drafts with a window are considered."""
 
@@ -76,20 +78,20 @@ class Policy:
         pinned: DraftShape | None = None,
         costs: Costs | None = None,
         measured: Mapping[int, Costs] | None = None,
-        prior: float = 0.5,
+        priors: Mapping[str, float] | None = None,
         can_stop_early: bool = False,
     ) -> None:
         """Choose among `shapes` and no draft, or always use `pinned`.
 
-        `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `prior`: acceptance of a token
-        before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only the largest tree is
-        a choice, or the longest chain where there are no trees.
+        `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `priors`: by drafter, acceptance
+        of a token before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only a
+        drafter's largest tree is a choice, or its longest chain where it has no trees.
         """
-        self._prior, self._can_stop_early, self.pinned = prior, can_stop_early, pinned
+        self._priors, self._can_stop_early, self.pinned = priors or {}, can_stop_early, pinned
         self._largest = max((shape.nodes for shape in shapes), default=0)
-        most = {each.window: each for each in sorted(shapes, key=lambda each: (each.is_tree, *each[:2]))}
-        self.shapes = tuple(each for each in shapes if not can_stop_early or each == most[each.window])
-        self._grows_trees = can_stop_early and any(shape.is_tree for shape in shapes)
+        most = {each[2:]: each for each in sorted(shapes, key=lambda each: (each.is_tree, *each[:2]))}
+        self.shapes = tuple(each for each in shapes if not can_stop_early or each == most[each[2:]])
+        self._tree_growers = {shape.drafter for shape in shapes if can_stop_early and shape.is_tree}
         self.counted_rows: Sequence[int] = (0,)
         """Rows of the coming round whose tokens count, see `request.counted_requests`."""
         self.max_round_cost = inf
@@ -103,8 +105,8 @@ class Policy:
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
         self._num_rounds = 0
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
-        self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
-        self._scorers = {False: DraftScorer(self._prior), True: DraftScorer(self._prior)}  # of chains, of trees
+        self._kinds: dict[tuple[DraftKind, int], AcceptanceEstimator] = {}  # by kind and window
+        self._scorers = {shape.kind: DraftScorer(self._prior(shape)) for shape in self.shapes}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
         self._given_up: float | None = None  # value of what the coming round is tried instead of
@@ -138,12 +140,15 @@ class Policy:
     def plain_value(self) -> float:
         return 1 - self.rate * self.live.step(1) if self.live.is_measured else 0.0
 
+    def _prior(self, shape: DraftShape) -> float:
+        return self._priors.get(shape.drafter, PRIOR)
+
     def _kind(self, shape: DraftShape) -> AcceptanceEstimator:
-        key = shape.is_tree, shape.window
+        key = shape.kind, shape.window
         if key not in self._kinds:
             # Of several branches one is accepted more often than a chain's token. It begins too high rather than too
             # low: a few drafts show that.
-            alpha = self._prior + 0.7 * (1 - self._prior) * shape.is_tree
+            alpha = self._prior(shape) + 0.7 * (1 - self._prior(shape)) * shape.is_tree
             self._kinds[key] = AcceptanceEstimator(self._largest, alpha)
         return self._kinds[key]
 
@@ -193,11 +198,14 @@ class Policy:
             return self._no_draft("plain_step_is_timed", 0)
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
-            losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
-            for loss, at in losses:
-                if loss <= self._purse:
-                    self._last_trial, self._given_up = self._age, most
-                    return self._request(options[at].shape)
+            trials = [
+                (self._kind(option.shape).last_age, most - value, option.shape)
+                for option, value in zip(options, values, strict=True)
+                if option.shape != chosen and most - value <= self._purse
+            ]
+            if trials:
+                self._last_trial, self._given_up = self._age, most
+                return self._request(min(trials)[2])
         if chosen.nodes:
             return self._request(chosen)
         return self._no_draft("plain_is_faster", self._rounds_to_trial() if may_explore else inf)
@@ -223,7 +231,7 @@ class Policy:
 
     def _shortened(self, shape: DraftShape) -> DraftShape:
         while shape.depth and not self._fits(shape):
-            shape = DraftShape(shape.depth - 1, shape.nodes - 1, shape.window)
+            shape = shape._replace(depth=shape.depth - 1, nodes=shape.nodes - 1)
         return shape
 
     def _fits(self, shape: DraftShape, num_table_nodes: int = 0) -> bool:
@@ -240,13 +248,13 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer, step_s = self._scorers[shape.is_tree], self.live.draft_line(shape.is_tree, shape.window)[0]
-            self.scorer.begin(self.counted_rows, self.rate, step_s, self.live.step)
+            self.scorer = self._scorers[shape.kind]
+            self.scorer.begin(self.counted_rows, self.rate, self.live.draft_step(shape), self.live.step)
         return shape
 
     def _with_window(self, pinned: DraftShape) -> DraftShape:
         """Return the pinned shape, with a drafter's window in long contexts."""
-        windows = {shape.window for shape in self.shapes}
+        windows = {shape.window for shape in self.shapes if shape.drafter == pinned.drafter}
         return pinned if len(windows) < 2 or self._is_short(max(windows)) else pinned._replace(window=max(windows))
 
     def _is_short(self, window: int) -> bool:
@@ -335,13 +343,15 @@ class Policy:
         num_nodes = tree.tokens.shape[1]
         if not self.live.is_measured or not num_nodes:
             return self.live.step(1) if self.live.is_measured else 1.0
-        catch_up = tree.record.num_unread_tokens * self.live.table.read
+        catch_up = tree.record.num_unread_tokens * self.live.read(tree.record.drafter)
         return catch_up + self.live.draft(self.shape_of(tree)) + self.live.step(1 + num_nodes)
 
     def shape_of(self, tree: DraftTree) -> DraftShape:
         """Return the shape of a model's draft; few nodes of a tree have cost its levels all the same."""
         shape = model_shape(tree)
-        return shape._replace(nodes=max(shape.nodes, shape.depth + (shape.depth > 0))) if self._grows_trees else shape
+        if shape.drafter not in self._tree_growers:
+            return shape
+        return shape._replace(nodes=max(shape.nodes, shape.depth + (shape.depth > 0)))
 
     def rests(self) -> bool:
         """Return True if the coming round is a plain step that nobody has to decide or record."""
@@ -405,7 +415,8 @@ class Policy:
         if not num_nodes:
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
-            shape, unread_s = self.shape_of(tree), tree.record.num_unread_tokens * live.table.read * live.drift
+            shape = self.shape_of(tree)
+            unread_s = tree.record.num_unread_tokens * live.read(shape.drafter) * live.drift
             if paths:
                 self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting

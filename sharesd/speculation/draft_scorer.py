@@ -12,9 +12,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from sharesd.speculation.acceptance_stats import SLOW_DECAY
+from sharesd.speculation.acceptance_stats import DECAY
 
-GROWTH = 4.0
+GROWTH = 12.0
 """Weight, in draft steps, of the prior in the acceptance of a step's token after an accepted one."""
 RANGES = 10
 """Number of ranges, all of the same width."""
@@ -83,8 +83,9 @@ class DraftScorer:
     def __init__(self, prior: float) -> None:
         """`prior`: acceptance of a token after an accepted one, before any draft was verified."""
         self.calibration = ProbabilityCalibration()
-        # Decayed sums of the acceptance probabilities of steps' parents, and of the tokens accepted from these steps.
-        self._growth = (GROWTH, GROWTH * prior)
+        # Sums of the acceptance probabilities of steps' parents, and of the tokens accepted from these steps. They fade
+        # with each draft, so that drafts which end early are made longer again.
+        self._growth, self._prior = (0.0, 0.0), prior
         self.begin(())
 
     def begin(
@@ -117,7 +118,8 @@ class DraftScorer:
             nodes += 1  # a tree has more nodes than levels
         seconds = self._draft_step_s + self._step_seconds(nodes + 2) - self._step_seconds(nodes + 1)
         expected, accepted = self._growth
-        pays = accept_prob * accepted / expected > self._worth * seconds
+        ratio = (accepted + GROWTH * self._prior) / (expected + GROWTH)
+        pays = accept_prob * ratio > self._worth * seconds
         if pays:
             self.parent_probs.append(accept_prob)
         return pays
@@ -151,7 +153,6 @@ class DraftScorer:
             return
         for draft_probs, parents, kept in zip(self.draft_probs, self._parents, accepted, strict=True):
             self.calibration.record(draft_probs, parents, kept)
-        for depth, parent_prob in enumerate(self.parent_probs, 1):
-            share = sum(len(kept) > depth for kept in accepted) / len(accepted)
-            expected_before, accepted_before = self._growth
-            self._growth = SLOW_DECAY * expected_before + parent_prob, SLOW_DECAY * accepted_before + share
+        further = [sum(len(kept) > depth for kept in accepted) for depth in range(1, 1 + len(self.parent_probs))]
+        now, before = (sum(self.parent_probs), sum(further) / len(accepted)), self._growth
+        self._growth = now[0] + DECAY * before[0], now[1] + DECAY * before[1]

@@ -22,6 +22,13 @@ from compile.device_timer import Mark
 from sharesd.devices.transfer import copy_to_host
 
 
+class DraftKind(NamedTuple):
+    """A model's drafts that cost and are accepted alike."""
+
+    drafter: str
+    is_tree: bool
+
+
 class DraftShape(NamedTuple):
     """Size of a draft; both numbers are 0 for no draft."""
 
@@ -31,10 +38,16 @@ class DraftShape(NamedTuple):
     """Tokens in all; equal to `depth` for a chain."""
     window: int = 0
     """Last tokens that draft steps attend to; 0: all."""
+    drafter: str = ""
+    """Name of the model drafter."""
 
     @property
     def is_tree(self) -> bool:
         return self.nodes > self.depth
+
+    @property
+    def kind(self) -> DraftKind:
+        return DraftKind(self.drafter, self.is_tree)
 
 
 NO_DRAFT = DraftShape(0, 0)
@@ -145,7 +158,7 @@ def model_shape(tree: DraftTree) -> DraftShape:
     made = tree.record
     if not made.num_steps:
         return NO_DRAFT
-    return DraftShape(made.num_steps, tree.tokens.shape[1] - made.num_filled, made.window)
+    return DraftShape(made.num_steps, tree.tokens.shape[1] - made.num_filled, made.window, made.drafter)
 
 
 def parents_of(tree: DraftTree) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
-from sharesd.startup.cost_fit import fit_costs, load_costs, of_more_rows, save_costs
+from sharesd.startup.cost_fit import STEP, Timed, fit_costs, load_costs, of_more_rows, save_costs
 from sharesd_files import JsonCache
 
 SWEEPS, SECONDS = (3, 12), 0.5
@@ -183,7 +183,7 @@ def measure_costs(
     SECONDS. `completes`: time only what timings of one row do not show, see `of_more_rows`.
     """
     rows = rows or engine.cache.batch
-    model, caches, num_draft = model_drafter_of(engine, mode), engine.modes[mode].caches, engine.modes[mode].num_draft
+    caches, num_draft = engine.modes[mode].caches, engine.modes[mode].num_draft
     for cache in caches:
         cache.unpark()
     lengths = [cache.lengths for cache in caches]
@@ -196,7 +196,7 @@ def measure_costs(
     timers = _timers(engine, mode, params, rows, sample, completes)
     step = _step(engine, mode, params, 0, rows)
     plain = partial(sample.seconds, step)
-    ratios: dict[tuple[str, int, bool], list[float]] = {}
+    ratios: dict[tuple[Timed, int, bool], list[float]] = {}
     bases: dict[bool, list[float]] = {False: [], True: []}
     started, enough = time.perf_counter(), SECONDS if seconds is None else seconds
     agree = False
@@ -232,8 +232,11 @@ def measure_costs(
         lengths_B.copy_(before_B)
     for cache in caches:
         cache.park(0, cache.batch)
-    costs = fit_costs(ratios, bases, near, far if is_whole else None, model is not None and model.single_pass)
-    return costs if is_whole else _with_slots(costs, engine, model, sample, slot), agree
+    models = models_of(engine, mode)
+    costs = fit_costs(
+        ratios, bases, near, far if is_whole else None, {model.name for model in models if model.single_pass}
+    )
+    return costs if is_whole else _with_slots(costs, engine, models, sample, slot), agree
 
 
 def _slot_seconds(
@@ -253,7 +256,7 @@ def _slot_seconds(
     return sample.num_all * max(0.0, took[1] - took[0]) / (far - int(near))
 
 
-def _with_slots(costs: Costs, engine: Engine, model: Drafter | None, sample: BlockSample, widest: float) -> Costs:
+def _with_slots(costs: Costs, engine: Engine, models: Sequence[Drafter], sample: BlockSample, widest: float) -> Costs:
     """Fill in seconds of live slots.
 
     Those of one token follow from the bytes of its KV, those of the widest step are given.
@@ -262,49 +265,47 @@ def _with_slots(costs: Costs, engine: Engine, model: Drafter | None, sample: Blo
     narrowest = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
     ends = Costs({1: narrowest, max(costs.step): max(narrowest, widest)})
     slots = {width: ends.of_step(width) for width in costs.step}
-    drafts = model is not None and model.step_model() is engine.target
-    return replace(
-        costs,
-        step_slot=slots,
-        draft_slot=slots[1] if drafts and costs.draft else costs.draft_slot,
-        level_slot=slots[1] if drafts and costs.level else costs.level_slot,
-    )
+    by_target = {model.name for model in models if model.step_model() is engine.target}
+    drafts = {
+        kind: replace(cost, slot=slots[1]) if kind.drafter in by_target else cost for kind, cost in costs.drafts.items()
+    }
+    return replace(costs, step_slot=slots, drafts=drafts)
 
 
 def _timers(
     engine: Engine, mode: str, params: SamplingParams, rows: int, sample: BlockSample, completes: bool
-) -> dict[tuple[str, int], Callable[[], float]]:
-    """Return timers, in seconds, by kind and width or depth.
+) -> dict[tuple[Timed, int], Callable[[], float]]:
+    """Return timers, in seconds, by what is timed and its width or depth.
 
     `completes`: only those of steps wider than one row's, and of short drafts.
     """
-    model, variant, longest = model_drafter_of(engine, mode), engine.variant(params, mode), engine.modes[mode].num_draft
+    variant, longest = engine.variant(params, mode), engine.modes[mode].num_draft
     context = variant.round(0, rows).context
-    timers: dict[tuple[str, int], Callable[[], float]] = {}
+    timers: dict[tuple[Timed, int], Callable[[], float]] = {}
     briefly = engine.offloaded or not sample.is_whole
     short = max(1, longest // SHARE_OF_LONGEST)
     few = {short, longest} if engine.offloaded else {1, min(3, longest)} if completes else {1, short, longest}
     for num_nodes in sorted(few) if (briefly or completes) and longest else _lengths(longest)[1:]:
-        timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, mode, params, num_nodes, rows))
-    if model is not None:
+        timers[STEP, 1 + num_nodes] = partial(sample.seconds, _step(engine, mode, params, num_nodes, rows))
+    for model in models_of(engine, mode):
         sample = BlockSample(model.step_model(), part=MANY_ROWS_PART if completes else 1.0)
-        deepest, largest = chain(max(1, longest // 2)), variant.policy.shapes[-1]
-        kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
-        for kind, shape in kinds.items():
+        shapes = [shape for shape in variant.policy.shapes if shape.drafter == model.name]
+        deepest = chain(max(1, longest // 2))._replace(drafter=model.name)
+        for shape in (deepest, shapes[-1]) if shapes[-1].is_tree else (deepest,):
             last = shape.depth if sample.is_whole and not completes else min(2, shape.depth)
-            once = engine.offloaded or completes or (kind == "level" and not sample.is_whole)
+            once = engine.offloaded or completes or (shape.is_tree and not sample.is_whole)
             depths = (1,) if model.single_pass else (last,) if once else (1, last)
             for depth in dict.fromkeys(depths):
-                timers[kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
+                timers[shape.kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
         if not completes and model.time_catch_up(context, MISSED):
-            timers["read", 0] = lambda: sample.seconds(partial(model.time_catch_up, context, MISSED)) / MISSED
+            timers[model.name, MISSED] = partial(sample.seconds, partial(model.time_catch_up, context, MISSED))
     return timers
 
 
-def model_drafter_of(engine: Engine, mode: str) -> Drafter | None:
-    """Return a mode's model drafter, also of a hybrid; None without one."""
+def models_of(engine: Engine, mode: str) -> Sequence[Drafter]:
+    """Return a mode's model drafters; none of tables alone."""
     drafter = engine.modes[mode].drafter
-    return getattr(drafter, "model_drafter", None) if drafter and drafter.runs_on_host else drafter
+    return drafter.models if drafter else ()
 
 
 def _step(engine: Engine, mode: str, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:

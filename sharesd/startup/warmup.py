@@ -22,8 +22,8 @@ from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
-from sharesd.startup.cost_profiler import first_blocks, is_native, model_drafter_of, profile_costs
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftKind, DraftShape, DraftTree
+from sharesd.startup.cost_profiler import first_blocks, is_native, models_of, profile_costs
 from sharesd_files import JsonCache
 
 
@@ -35,7 +35,8 @@ def warm_up(engine: Engine, mode: str, params: SamplingParams, costs: JsonCache 
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
     if engine.offloaded or is_native(engine.target):  # nothing compiles: a round of each model builds their kernels
-        shapes, num_tokens = [NO_DRAFT] if engine.offloaded else [shapes[0], shapes[-1]], 2
+        of_models = {shape.drafter: shape for shape in shapes if shape.nodes}
+        shapes, num_tokens = [NO_DRAFT] if engine.offloaded else [shapes[0], *of_models.values()], 2
     else:
         num_tokens = 3 * (1 + max(shape.depth for shape in shapes))
     for shape in dict.fromkeys(shapes):
@@ -98,9 +99,9 @@ def _run_all_samplers(engine: Engine, mode: str) -> None:
 def _capture(engine: Engine, mode: str, params: SamplingParams) -> None:
     """Replay every form with idle rows; largest first, for memory reuse."""
     engine.deactivate_rows()
-    model, variant = model_drafter_of(engine, mode), engine.variant(params, mode)
-    shapes = variant.policy.shapes if model is not None else ()
-    kinds = {(shape.is_tree, shape.window): shape for shape in shapes}
+    models, variant = {model.name: model for model in models_of(engine, mode)}, engine.variant(params, mode)
+    shapes = variant.policy.shapes if models else ()
+    kinds = {(shape.kind, shape.window): shape for shape in shapes}
 
     def verify(round_: Round, tree: DraftTree) -> None:
         if not engine.offloaded:
@@ -110,12 +111,12 @@ def _capture(engine: Engine, mode: str, params: SamplingParams) -> None:
         round_ = variant.round(0, rows)
         verify(round_, DraftTree(torch.zeros(rows, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
-            assert model is not None
-            verify(round_, checked_draft(model, round_.context, shape))
+            verify(round_, checked_draft(models[shape.drafter], round_.context, shape))
         if engine.modes[mode].num_draft:
             verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
-    if model is not None and model.needs_catch_up:
-        _capture_catch_up(model)
+    for model in models.values():
+        if model.needs_catch_up:
+            _capture_catch_up(model)
 
 
 def _capture_catch_up(model: Drafter) -> None:
@@ -166,7 +167,7 @@ def _shapes(engine: Engine, mode: str, params: SamplingParams) -> list[DraftShap
     if not policy.is_adaptive:
         return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
     # A tree may have more nodes than any has tokens; where drafts end early, trees replace chains.
-    chains = [shape for shape in policy.shapes if not shape.is_tree] or policy.shapes
-    longest = (max(chains, key=lambda shape: shape.depth), policy.shapes[-1])
-    windows = {shape.window for shape in policy.shapes}
-    return [NO_DRAFT, *dict.fromkeys(shape._replace(window=window) for window in windows for shape in longest)]
+    longest: dict[tuple[DraftKind, int], DraftShape] = {}
+    for shape in sorted(policy.shapes, key=lambda shape: (shape.is_tree, shape.depth)):
+        longest[shape.kind, shape.window] = shape
+    return [NO_DRAFT, *longest.values()]

@@ -34,9 +34,8 @@ from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import VerifyResult
-from sharesd.startup.cost_fit import fit_costs
+from sharesd.speculation.draft_tree import DraftKind, VerifyResult
+from sharesd.startup.cost_fit import STEP, fit_costs
 from sharesd.startup.option_values import engine_config
 from sharesd.startup.resolve import resolve_config, with_dequantize
 from sharesd.weights import quant_tuning_cache
@@ -46,6 +45,7 @@ from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned
 from sharesd_command import main
 from tests.helpers.block_parts import ggml_type
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.made_costs import made_costs
 
 TEXT = "What is heard is not what was said, and what was said was not heard. " * 9
 FOUR, DEFAULT = QuantConfig.parse("hqq:4:64"), EngineConfig().quant
@@ -379,7 +379,7 @@ def test_settings_next_to_stored_weights_are_what_they_say(tmp_path: Path) -> No
 
 
 def drafts_of(quant: str, alpha: float, draft: float, verify: float) -> Drafts:
-    costs = Costs(step={1: 2.0, 2: 2.0 * verify, 5: 8.0 * verify}, draft=2.0 * draft)
+    costs = made_costs({1: 2.0, 2: 2.0 * verify, 5: 8.0 * verify}, draft=2.0 * draft)
     return Drafts(quant=quant, quantized_bytes=1, alphas=(alpha, alpha), agreement=None, costs=(costs, costs))
 
 
@@ -422,13 +422,13 @@ def test_settings_are_measured_once_and_keep_what_they_can() -> None:
 
 
 def test_the_formula() -> None:
-    costs = Costs(step={1: 2.0, 2: 2.0, 4: 4.0, 5: 5.0}, draft=1.0)
+    costs = made_costs({1: 2.0, 2: 2.0, 4: 4.0, 5: 5.0}, draft=1.0)
     # alpha 0.5 and K = 3: 1 + 1/2 + 1/4 + 1/8 tokens in 3 * 0.5 + 2 plain steps
     assert expected_speedup(0.5, 3, costs) == pytest.approx(1.875 / 3.5)
     assert expected_speedup(1.0, 3, costs) == pytest.approx(4 / 3.5)
     assert expected_speedup(0.0, 1, costs) == pytest.approx(1 / 1.5)
     assert best_length(0.0, costs, 4) == 1
-    assert best_length(1.0, Costs(step={1: 2.0, 9: 2.0}, draft=0.1), 8) == 8
+    assert best_length(1.0, made_costs({1: 2.0, 9: 2.0}, draft=0.1), 8) == 8
 
 
 def place(**other: str) -> TuningKey:
@@ -502,18 +502,21 @@ def test_a_place_names_content_processor_and_version(tiny: Path, tmp_path: Path)
     assert tuning_key(EngineConfig(target=str(copy), device="cpu")) != found
 
 
+CHAIN = DraftKind("", False)
+
+
 @pytest.mark.parametrize("four", [1.9, 0.8, 0.5], ids=["as it is", "equal", "sooner"])
 def test_draft_steps_are_never_free(four: float) -> None:
     """Amid noise, four steps may have been timed as short as one, or shorter."""
-    ratios = {("step", 1, False): [1.0], ("draft", 1, False): [0.8], ("draft", 4, False): [four]}
-    costs = fit_costs(ratios, {False: [2.0], True: []}, near=10.0, far=None, single_pass=False)
+    ratios = {(STEP, 1, False): [1.0], (CHAIN, 1, False): [0.8], (CHAIN, 4, False): [four]}
+    costs = fit_costs(ratios, {False: [2.0], True: []}, near=10.0, far=None)
     each, begin = (2 * (four - 0.8) / 3, 1.6) if four > 0.8 else (2 * four / 4, 1.6)
-    assert costs.draft == pytest.approx(each) and costs.draft > 0
-    assert costs.draft + costs.draft_begin == pytest.approx(begin)
+    assert costs.chain.step == pytest.approx(each) and costs.chain.step > 0
+    assert costs.chain.step + costs.chain.begin == pytest.approx(begin)
 
 
 def test_a_long_context_timed_amid_noise_leaves_no_step_free() -> None:
     """A step that another program held up at the long context would begin below zero without one."""
-    ratios = {("step", 1, far): [1.0] for far in (False, True)} | {("draft", 1, far): [0.8] for far in (False, True)}
-    costs = fit_costs(ratios, {False: [1.0], True: [99.0]}, near=100.0, far=200.0, single_pass=True)
-    assert costs.step[1] == pytest.approx(0.5) and costs.draft == pytest.approx(0.4)
+    ratios = {(what, 1, far): [ratio] for what, ratio in ((STEP, 1.0), (CHAIN, 0.8)) for far in (False, True)}
+    costs = fit_costs(ratios, {False: [1.0], True: [99.0]}, near=100.0, far=200.0, single_pass=[""])
+    assert costs.step[1] == pytest.approx(0.5) and costs.chain.step == pytest.approx(0.4)

@@ -21,13 +21,13 @@ from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.tables.proposal import Proposal
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
-from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_buffers import KEPT
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, parents_of
 from tests.cases.inputs import llama
 from tests.helpers.after_warmup import no_captures
 from tests.helpers.in_mode import in_mode
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
@@ -136,7 +136,7 @@ def test_missed_tokens_are_read_by_replays(missed: int, monkeypatch: pytest.Monk
         torch.testing.assert_close(ours, theirs)
 
 
-FOUR = chain(4)
+FOUR = chain(4)._replace(drafter="model")
 
 
 class Recorded:
@@ -145,8 +145,8 @@ class Recorded:
     def __init__(self, shapes: list[DraftShape], *, score: float = 0.0, graphs: object = object()) -> None:
         """`score`: probability that each node of the table holds after the one before it; 0: it finds nothing."""
         self.shapes, self.events, self.score = shapes, [], score
-        costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.3, {1: 0.0, 9: 0.0})
-        self.policy = Policy(chains(8), costs=costs)
+        costs = made_costs({1: 1.0, 9: 1.1}, 0.3, 0.3, drafters=["model"], step_slot={1: 0.0, 9: 0.0})
+        self.policy = Policy([each._replace(drafter="model") for each in chains(8)], costs=costs)
         self.policy.gate.gain, self.policy.gate.seconds, self.policy.live._now.suspicion = 1.0, 0.05, 0.0
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
@@ -212,7 +212,7 @@ def test_a_round_is_launched_as_if_there_were_no_tables_while_the_model_drafts()
     assert recorded.round() == AHEAD and recorded.late is None, "they have found nothing"
     assert recorded.round(begun=True) == AHEAD[:-1], "they are not asked for what would come too late"
     recorded.policy.gate.last_model_draft = NO_DRAFT
-    assert recorded.round() == FIRST[:-1] and recorded.drafter._idle == 1
+    assert recorded.round() == FIRST[:-1] and recorded.drafter._idle == {"model": 1}
     assert recorded.round() == FIRST, "the last round had none"
     for place, name in (
         (recorded.context.sampler, "needs_draft_probs"),

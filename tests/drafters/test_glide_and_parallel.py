@@ -29,13 +29,13 @@ from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
-from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import DraftShape, chain
 from sharesd.startup.conflicts import check_options
 from sharesd.startup.cost_profiler import measure_costs
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, config_of, features_of, texts
 from tests.helpers.each_mode import SIZES
 from tests.helpers.in_mode import in_mode
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
@@ -325,14 +325,14 @@ def test_a_given_maximum_above_the_heads_own_is_a_warning(
 
 
 def test_a_draft_costs_one_pass() -> None:
-    costs = Costs(step={1: 1.0}, draft=0.2, level=0.3, draft_slot=0.01, single_pass=True)
+    costs = made_costs({1: 1.0}, draft=0.2, level=0.3, slot=0.01, single_pass=True)
     assert [costs.of_draft(chain(k), 10) for k in (0, 1, 5)] == pytest.approx([0.0, 0.3, 0.3])
     assert costs.of_draft(DraftShape(3, 6)) == pytest.approx(0.3)
     target = tiny_decoder(3)
     for kind, single_pass in (("parallel", True), ("eagle3", False)):
         engine = built(random_head(target, kind), target)
         measured, _ = measure_costs(engine, engine.mode, GREEDY)
-        assert measured.single_pass is single_pass and measured.draft > 0
+        assert measured.chain.single_pass is single_pass and measured.chain.step > 0
 
 
 @pytest.mark.usefixtures("own_cache")

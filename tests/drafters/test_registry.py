@@ -170,7 +170,6 @@ def test_what_is_wrong_with_a_module_is_said(echo: Path, tmp_path: Path) -> None
     [
         ({"mode": "bogus"}, "mode is 'bogus'; choose one of naive, classic"),
         ({"hybrid_with": ("naive",)}, "hybrid_with is 'naive'; choose one of"),
-        ({"hybrid_with": ("share", "eagle")}, "hybrid_with is share, eagle, and only one of share, eagle can draft"),
         ({"drafter_options": {"ngram_mn": 2}}, "ngram_mn is not an option of a drafter; use one of"),
         ({"drafter_options": {"ngram_min": 5}}, "ngram_max is 4; it must be at least 5"),
     ],

@@ -36,13 +36,14 @@ from sharesd.runtime import Runtime
 from sharesd.sampling import gumbel
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs, LiveCosts
+from sharesd.speculation.cost_model import LiveCosts
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain, chains, parents_of, shapes_of
 from sharesd.startup.conflicts import check_options
 from tests.helpers import oracle
 from tests.helpers.in_mode import in_mode
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder
 from tests.speculation.test_policy import live
 
@@ -147,7 +148,7 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
     for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
         engine.loaded.auto_length = True
         engine.loaded.clear()
-        engine.variant(params).policy.reset(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
+        engine.variant(params).policy.reset(made_costs({1: 1.0, 12: widest}, 0.2, 0.25, drafters=[kind]))
         assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
 
 
@@ -161,7 +162,7 @@ def test_chains_that_end_early_do_not_change_the_text(
     params = SamplingParams(max_new_tokens=60, **SAMPLINGS[sampling])
     engine = engine_of(kind, model, num_draft=6, batch=batch, auto_length=True)
     want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
-    engine.variant(params).policy.reset(Costs({1: 1.0, 8: 1.05}, 0.02))
+    engine.variant(params).policy.reset(made_costs({1: 1.0, 8: 1.05}, 0.02, drafters=[kind]))
     drafts, draft = list[tuple[int, int]](), ChainDraft.draft
 
     def noted(chain: ChainDraft, length: int) -> DraftTree:
@@ -235,11 +236,11 @@ def test_loaded_engines_draft_trees(compile: Any, checkpoint: Callable[..., Path
 
 def test_trees_are_taken_where_they_pay() -> None:
     shapes = shapes_of(2, 4, 8)
-    costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.33)
+    costs = made_costs({1: 1.0, 9: 1.1}, 0.3, 0.33)
     policy = Policy(shapes, costs=copy.deepcopy(costs))
     chosen = live(policy, costs, {False: 0.5, True: 0.9}, 600)
     assert sum(shape.is_tree for shape in chosen[200:]) > 350
-    dear = Costs({1: 1.0, 5: 1.1, 9: 2.0}, 0.3, 0.6)
+    dear = made_costs({1: 1.0, 5: 1.1, 9: 2.0}, 0.3, 0.6)
     policy = Policy(shapes, costs=copy.deepcopy(dear))
     chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
     assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350

@@ -23,7 +23,6 @@ from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
 from sharesd.engine.scheduler import powers_of_two
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree
 from sharesd.startup import cost_profiler
@@ -31,6 +30,7 @@ from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows
 from tests.execution.test_graphs import new
 from tests.helpers.after_warmup import no_captures
+from tests.helpers.made_costs import made_costs
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ REQUESTS = [
 @pytest.fixture(autouse=True)
 def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     take_the_way_of_cuda(monkeypatch)
-    costs = Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0})
+    costs = made_costs({1: 1.0, 7: 1.1}, 0.2, 0.2, drafters=("share", "classic"), step_slot={1: 0.0, 7: 0.0})
     monkeypatch.setattr(cost_profiler, "measure_costs", lambda *_: (costs, True))
 
 

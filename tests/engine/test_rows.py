@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
@@ -27,9 +28,9 @@ from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
 from sharesd.models.prefill import CHUNK, slots_for
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import chains
 from tests.helpers.compiled import compiled
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     VOCAB,
@@ -44,7 +45,7 @@ from tests.helpers.oracle import (
 
 MODEL = tiny_decoder(3)
 GREEDY = SamplingParams(max_new_tokens=12)
-MODES = ("naive", "share", "suffix", "hybrid", "classic", "hybrid classic", "ngram+recycle")
+MODES = ("naive", "share", "suffix", "hybrid", "classic", "hybrid classic", "hybrid of two models", "ngram+recycle")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,14 +64,14 @@ def new(mode: str, *, batch: int = 4, target: Any = MODEL, noise: float = 0.15, 
         return classic_engine(model, second, num_draft=num_draft, tree=tree, **options)
     slots, (top, shapes) = options.get("max_context", MAX_CONTEXT) + 60, shapes_for(num_draft, tree)
     cache = model.new_cache(batch, slots)
-    inner: Any = None
-    if mode == "hybrid":
-        inner = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
-    if mode == "hybrid classic":
-        inner = ClassicDrafter(second, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top)
+    models: list[Drafter] = []
+    if mode in ("hybrid", "hybrid of two models"):
+        models.append(ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top))
+    if mode in ("hybrid classic", "hybrid of two models"):
+        models.append(ClassicDrafter(second, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top))
     if mode == "ngram+recycle":
         tables = [NgramTable(4, 1, 3), RecycleTable(VOCAB, 3)]
-    drafter = HybridDrafter(mode, tables, inner, num_nodes=num_nodes, trees=True)
+    drafter = HybridDrafter(mode, tables, *models, num_nodes=num_nodes, trees=True)
     return new_engine(model, drafter, cache=cache, **options)
 
 
@@ -197,7 +198,7 @@ def test_where_nothing_can_pay_rounds_touch_neither_policy_nor_drafter(
     """But as the batch changes, and every 64 rounds."""
     engine, calls = new(mode, batch=2), Counter[str]()
     policy = engine.variant(GREEDY).policy
-    policy.reset(Costs({1: 1.0, 9: 900.0}, draft=500.0))
+    policy.reset(made_costs({1: 1.0, 9: 900.0}, draft=500.0, drafters=("share", "classic")))
     policy.gate.seconds = 90.0
 
     def counted(owner: Any, name: str) -> None:
@@ -271,8 +272,9 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
     engine = new("share", prefill_chunk=8)
     policy = engine.variant(GREEDY).policy
-    policy._can_stop_early, policy.shapes = False, chains(4)  # as long as they are asked to be
-    policy.reset(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
+    policy._can_stop_early = False  # drafts are as long as they are asked to be
+    policy.shapes = tuple(each._replace(drafter="share") for each in chains(4))
+    policy.reset(made_costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1, drafters=["share"]))
     monkeypatch.setattr(policy.live, "record", lambda *times: None)
     request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))
     passes = spy(engine, monkeypatch)
@@ -284,7 +286,7 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     for _ in range(4):
         engine.step()
     assert [t for _, t, _ in passes] == [8, 1, 8, 1, 8, 1, 6, 1]
-    policy.reset(Costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
+    policy.reset(made_costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
     monkeypatch.setattr(policy.live, "record", lambda *times: None)
     del passes[:]
     for _ in range(6):

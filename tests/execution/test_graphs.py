@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from compile.cuda_graphs import Graphs
 from sharesd import Engine, SamplingParams
+from sharesd.drafters.base import Drafter
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.eagle.drafter import EagleDrafter
 from sharesd.drafters.glide.drafter import GlideDrafter
@@ -22,11 +23,11 @@ from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
-from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import NO_DRAFT, chains, shapes_of
 from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up
 from tests.helpers.after_warmup import no_captures
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
 from tests.helpers.staged_devices import in_stages, watched
@@ -45,6 +46,7 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     *(("eagle", SAMPLED, 2), ("eagle3", REJECTION, 1), ("eagle3 tree", GREEDY, 2), ("glide", SAMPLED, 2)),
     *(("glide tree", GREEDY, 1), ("parallel", SAMPLED, 2), ("parallel tree", PENALISED, 2), ("suffix", SAMPLED, 2)),
     *(("suffix", BLOCK, 1), ("recycle", GREEDY, 1), ("hybrid classic tree", GREEDY, 1), ("hybrid", REJECTION, 1)),
+    ("hybrid classic share tree", SAMPLED, 2),
 ]
 SELDOM = [("naive", GREEDY, 1), ("share", REJECTION, 1)]  # what they capture others capture, too
 
@@ -92,15 +94,13 @@ def new(kind: str, batch: int, *, place: Place = CPU, num_blocks: tuple[int, ...
         drafter = drafts(head, cache, shapes=shapes, weight_bytes=0, branching=top)
         return new_engine(model, drafter, cache=cache, **options)
     cache = model.new_cache(batch, 160)
-    inner: Any = None
-    if name == "hybrid":
-        inner = (
-            ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, branching=top)
-            if "classic" in kind
-            else ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
-        )
+    models: list[Drafter] = []
+    if name == "hybrid" and "classic" in kind:
+        models.append(ClassicDrafter(second, batch=batch, slots=160, shapes=shapes, weight_bytes=0, branching=top))
+    if name == "hybrid" and ("classic" not in kind or "share" in kind):
+        models.append(ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top))
     tables = [RecycleTable(40, 2)] if name == "recycle" else [SuffixTable()]
-    return new_engine(model, HybridDrafter(name, tables, inner, num_nodes=6, trees=True), cache=cache, **options)
+    return new_engine(model, HybridDrafter(name, tables, *models, num_nodes=6, trees=True), cache=cache, **options)
 
 
 def outcome(engine: Engine, params: SamplingParams) -> Any:
@@ -210,7 +210,7 @@ def test_a_round_is_launched_before_the_one_in_front_of_it_is_read(kind: str, as
 
 def new_pool(kind: str, widths: list[int], patch: pytest.MonkeyPatch) -> tuple[Engine, RecordedGraphs]:
     """An engine that is warmed up; its costs are made up, since measuring takes a while."""
-    costs = Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0})
+    costs = made_costs({1: 1.0, 7: 1.1}, 0.2, 0.2, drafters=("share", "classic"), step_slot={1: 0.0, 7: 0.0})
     patch.setattr(cost_profiler, "measure_costs", lambda *_: (costs, True))
     graphs = RecordedGraphs()
     engine = new(kind, 1, widths=widths, graphs=graphs)

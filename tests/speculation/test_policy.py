@@ -24,7 +24,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import RESTING, Policy
-from sharesd.speculation.draft_scorer import ProbabilityCalibration
+from sharesd.speculation.draft_scorer import DraftScorer, ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
 from sharesd.speculation.query_gate import QueryGate
 from sharesd.startup import cost_profiler
@@ -33,6 +33,7 @@ from sharesd.startup.cost_profiler import BlockSample, measure_costs, profile_co
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from sharesd_files import JsonCache
 from tests.helpers.in_mode import in_mode
+from tests.helpers.made_costs import made_costs
 from tests.helpers.tiny_models import make_checkpoint
 
 
@@ -109,22 +110,22 @@ def test_a_model_says_how_its_steps_grow_with_their_rows() -> None:
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.85, 0.95])
 @pytest.mark.parametrize("draft", [0.05, 0.3, 0.5])
 def test_the_best_length_is_found(alpha: float, draft: float) -> None:
-    costs = Costs({1: 1.0, 2: 1.02, 9: 1.4}, draft)
+    costs = made_costs({1: 1.0, 2: 1.02, 9: 1.4}, draft)
     chosen = live_chains(Policy(chains(8), costs=costs), costs, alpha, 600, noise=0.1)[200:]
     assert mean_rate(costs, alpha, chosen) > 0.95 * max(rate_of(costs, alpha, num) for num in range(9))
 
 
 @pytest.mark.smoke
 def test_a_losing_drafter_is_left_out_and_tried_rarely() -> None:
-    costs = Costs({1: 1.0, 9: 1.6}, 0.6)
-    chosen = live_chains(Policy(chains(8), costs=costs, prior=0.8), costs, 0.3, 2000)
+    costs = made_costs({1: 1.0, 9: 1.6}, 0.6)
+    chosen = live_chains(Policy(chains(8), costs=costs, priors={"": 0.8}), costs, 0.3, 2000)
     assert mean_rate(costs, 0.3, chosen) > 0.98, "plain steps are the floor"
     assert sum(num > 0 for num in chosen[64:]) < 0.03 * len(chosen)
     assert max(chosen[500:]) > 0, "it tries again now and then"
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
-    costs = Costs({1: 1.0, 9: 1.3}, 0.4)
+    costs = made_costs({1: 1.0, 9: 1.3}, 0.4)
     policy = Policy(chains(8), costs=costs)
     live_chains(policy, costs, 0.1, 300)
     chosen = live_chains(policy, costs, 0.95, 1200)
@@ -133,7 +134,7 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 def test_a_change_of_the_machine_changes_nothing() -> None:
     """Neither do stalls: a time counts as far as the next one repeats it."""
-    costs = Costs({1: 1.0, 9: 1.3}, 0.4)
+    costs = made_costs({1: 1.0, 9: 1.3}, 0.4)
     policy = Policy(chains(8), costs=costs)
     best = max(rate_of(costs, 0.9, num) for num in range(9))
     chosen = live(policy, costs, {False: 0.9}, 600, 0.05, 0.03, lambda number: 3.0 if number // 100 % 2 else 1.0)
@@ -144,10 +145,10 @@ def test_a_change_of_the_machine_changes_nothing() -> None:
 @pytest.mark.parametrize("factor", [0.3, 0.5, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_kept_costs_that_rounds_do_not_repeat_are_replaced(factor: float, noise: float) -> None:
-    costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
+    costs = made_costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
     step = {width: max(1.0, s * factor) if width > 1 else 1.0 for width, s in costs.step.items()}
-    wrong = replace(costs, step=step, draft=factor * costs.draft)
-    policy = Policy(chains(8), costs=wrong, prior=0.8)
+    wrong = made_costs(step, factor * costs.chain.step)
+    policy = Policy(chains(8), costs=wrong, priors={"": 0.8})
     live(policy, costs, {False: 0.85}, 64, noise, 0.02)
     chosen = live(policy, costs, {False: 0.85}, 200, noise, 0.02)
     best = max(rate_of(costs, 0.85, num) for num in range(9))
@@ -156,8 +157,8 @@ def test_kept_costs_that_rounds_do_not_repeat_are_replaced(factor: float, noise:
 
 def test_drafts_that_seem_free_at_a_start_and_are_not_are_left_out() -> None:
     """Such rounds say nothing of which is wrong, draft or machine: plain steps do."""
-    costs = Costs({1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8}, 0.9)
-    policy = Policy(chains(8), costs=Costs(dict.fromkeys(costs.step, 1.0), 0.3), prior=0.8)
+    costs = made_costs({1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8}, 0.9)
+    policy = Policy(chains(8), costs=made_costs(dict.fromkeys(costs.step, 1.0), 0.3), priors={"": 0.8})
     live(policy, costs, {False: 0.85}, 64, 0.03)
     chosen = live(policy, costs, {False: 0.85}, 200, 0.03)
     assert mean_rate(costs, 0.85, [shape.nodes for shape in chosen]) > 0.97
@@ -166,8 +167,8 @@ def test_drafts_that_seem_free_at_a_start_and_are_not_are_left_out() -> None:
 
 def test_plain_steps_that_become_faster_are_noticed() -> None:
     """As where a neighbour leaves memory alone: rounds with drafts then take as long as before."""
-    slow = Costs({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.2, 9: 1.5}, 0.4)
-    policy = Policy(chains(8), costs=slow, prior=0.8)
+    slow = made_costs({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.2, 9: 1.5}, 0.4)
+    policy = Policy(chains(8), costs=slow, priors={"": 0.8})
     assert sum(num > 0 for num in live_chains(policy, slow, 0.7, 300, 0.03)) > 250
     fast = replace(slow, step={**slow.step, 1: 0.5})
     chosen = live_chains(policy, fast, 0.7, 300, 0.03)
@@ -177,9 +178,9 @@ def test_plain_steps_that_become_faster_are_noticed() -> None:
 @pytest.mark.parametrize("draft", [0.1, 0.4])
 def test_drafts_that_become_expensive_are_left_out(draft: float) -> None:
     """After many rounds, too: then all entries are sure, and the drift takes errors first."""
-    cheap = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, draft)
-    dear = Costs({1: 1.0, 2: 1.9, 3: 2.7, 5: 4.4, 9: 8.0}, 2 * draft)
-    policy = Policy(chains(8), costs=cheap, prior=0.8)
+    cheap = made_costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, draft)
+    dear = made_costs({1: 1.0, 2: 1.9, 3: 2.7, 5: 4.4, 9: 8.0}, 2 * draft)
+    policy = Policy(chains(8), costs=cheap, priors={"": 0.8})
     assert sum(num > 0 for num in live_chains(policy, cheap, 0.8, 400, 0.05)) > 250
     live_chains(policy, dear, 0.8, 100, 0.05)
     assert mean_rate(dear, 0.8, live_chains(policy, dear, 0.8, 100, 0.05)) > 0.95
@@ -187,8 +188,8 @@ def test_drafts_that_become_expensive_are_left_out(draft: float) -> None:
 
 @pytest.mark.parametrize("stalled", [{0}, {0, 1}, {1, 2}, {3, 4}], ids=str)
 def test_stalls_of_first_rounds_end_no_drafting(stalled: set[int]) -> None:
-    costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
-    policy = Policy(chains(8), costs=costs, prior=0.8)
+    costs = made_costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
+    policy = Policy(chains(8), costs=costs, priors={"": 0.8})
     live(policy, costs, {False: 0.85}, 200, 0.03, 0.0, lambda number: 3.0 if number in stalled else 1.0)
     chosen = live(policy, costs, {False: 0.85}, 200, 0.03)
     best = max(rate_of(costs, 0.85, num) for num in range(9))
@@ -196,21 +197,21 @@ def test_stalls_of_first_rounds_end_no_drafting(stalled: set[int]) -> None:
 
 
 def test_costs_that_seem_too_high_for_any_draft_are_found_out() -> None:
-    costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
-    wrong = Costs({width: s * (3.0 if width > 1 else 1.0) for width, s in costs.step.items()}, 0.9)
-    policy = Policy(chains(8), costs=wrong, prior=0.8)
+    costs = made_costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
+    wrong = made_costs({width: s * (3.0 if width > 1 else 1.0) for width, s in costs.step.items()}, 0.9)
+    policy = Policy(chains(8), costs=wrong, priors={"": 0.8})
     chosen = live_chains(policy, costs, 0.85, 1500, 0.03)
     assert sum(num > 0 for num in chosen[-300:]) > 250
 
 
 def test_the_second_start_decides_as_the_first() -> None:
     """The costs that it keeps are those of a start that neighbours disturbed."""
-    costs, dice = Costs({1: 1.0, 2: 1.05, 3: 1.07, 5: 1.1, 9: 1.2}, 0.3), random.Random(1)
+    costs, dice = made_costs({1: 1.0, 2: 1.05, 3: 1.07, 5: 1.1, 9: 1.2}, 0.3), random.Random(1)
     starts = []
     for _ in range(6):
         step = {width: s * exp(dice.gauss(0, 0.3)) for width, s in costs.step.items()}
-        kept = Costs(step, 0.3 * exp(dice.gauss(0, 0.3)))
-        policy = Policy(chains(8), costs=kept, prior=0.8)
+        kept = made_costs(step, 0.3 * exp(dice.gauss(0, 0.3)))
+        policy = Policy(chains(8), costs=kept, priors={"": 0.8})
         live(policy, costs, {False: 0.8}, 64, 0.05)
         chosen = live(policy, costs, {False: 0.8}, 300, 0.05)
         starts.append(mean_rate(costs, 0.8, [shape.nodes for shape in chosen]))
@@ -219,8 +220,8 @@ def test_the_second_start_decides_as_the_first() -> None:
 
 
 def test_longer_texts_make_drafts_dearer() -> None:
-    costs = Costs({1: 1.0, 9: 1.2}, 0.4, 0.0, {1: 0.001, 9: 0.002}, 0.001)
-    policy = Policy(chains(8), costs=costs, prior=0.8)
+    costs = made_costs({1: 1.0, 9: 1.2}, 0.4, 0.0, step_slot={1: 0.001, 9: 0.002}, slot=0.001)
+    policy = Policy(chains(8), costs=costs, priors={"": 0.8})
     policy.live.at(0, 2)
     assert policy.next_shape().nodes >= 2
     policy.live.at(6000, 2)
@@ -231,9 +232,9 @@ def test_longer_texts_make_drafts_dearer() -> None:
 def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
     """In a long context drafts that see the end only are cheap; whether they are good enough shows."""
     shapes = with_windows(chains(8), (0, 256))
-    costs = Costs({1: 1.0, 9: 1.2}, 0.3, 0.0, {1: 1e-4, 9: 1e-4}, 2e-4)
+    costs = made_costs({1: 1.0, 9: 1.2}, 0.3, 0.0, step_slot={1: 1e-4, 9: 1e-4}, slot=2e-4)
     for alpha, window in ((0.9, 256), (0.1, 0)):
-        policy, dice, chosen = Policy(shapes, costs=costs, prior=0.8), random.Random(0), []
+        policy, dice, chosen = Policy(shapes, costs=costs, priors={"": 0.8}), random.Random(0), []
         for _ in range(600):
             policy.live.at(6000, 2)
             shape = policy.next_shape()
@@ -255,15 +256,15 @@ def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
 
 def test_trials_of_what_could_not_pay_cost_less_than_a_percent() -> None:
     """As with eight rows, where a step of two tokens for each takes half as long again."""
-    costs = Costs({1: 1.0, 2: 1.5, 9: 5.2}, 0.8)
+    costs = made_costs({1: 1.0, 2: 1.5, 9: 5.2}, 0.8)
     chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.9, 1000)
     assert mean_rate(costs, 0.9, chosen) > 0.99
 
 
 def test_a_trial_is_paid_for_with_what_it_took() -> None:
     """The first step of a width may take thrice as long as expected: then no other trial follows soon."""
-    costs = Costs({1: 1.0, 2: 1.02, 9: 1.2}, 0.1)
-    policy = Policy(chains(8), costs=costs, prior=0.05)
+    costs = made_costs({1: 1.0, 2: 1.02, 9: 1.2}, 0.1)
+    policy = Policy(chains(8), costs=costs, priors={"": 0.05})
     for _ in range(20):
         shape = policy.next_shape()
         late = 2.0 * bool(shape.nodes)
@@ -278,8 +279,8 @@ def test_a_trial_is_paid_for_with_what_it_took() -> None:
 
 def test_who_shares_a_round_waits_only_so_long_for_the_drafts_of_others() -> None:
     """Be they known to pay, tried or looked for; and not at all behind a piece of a prompt."""
-    costs = Costs({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.6, 9: 2.6}, 0.2)
-    assert Policy(chains(8), costs=costs, prior=0.8).next_shape().nodes >= 2
+    costs = made_costs({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.6, 9: 2.6}, 0.2)
+    assert Policy(chains(8), costs=costs, priors={"": 0.8}).next_shape().nodes >= 2
     for alpha, stops in ((0.2, False), (0.95, False), (0.95, True)):
         policy = Policy(chains(8), costs=costs, can_stop_early=stops)
         policy.max_round_cost = 1.5
@@ -296,7 +297,7 @@ def test_who_shares_a_round_waits_only_so_long_for_the_drafts_of_others() -> Non
 
 
 def test_each_number_of_threads_has_costs_of_its_own() -> None:
-    live = LiveCosts(Costs({1: 1.0, 9: 1.2}, 0.4))
+    live = LiveCosts(made_costs({1: 1.0, 9: 1.2}, 0.4))
     for threads, wide, draft in ((2, 1.2, 3.2), (1, 2.4, 4.2)):
         live.at(0, threads)
         for _ in range(60):
@@ -349,7 +350,7 @@ def test_a_plain_step_is_timed_where_tables_always_draft() -> None:
 
 def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
     """Where drafts make many tokens a second, a long draft must gain more to beat a short one."""
-    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}, 0.4), prior=0.8)
+    policy = Policy(chains(8), costs=made_costs({1: 1.0, 9: 1.6}, 0.4), priors={"": 0.8})
     for _ in range(2):
         policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
     _, tables = policy.num_table_nodes_worth([[0.9, 0.8, 0.7]])
@@ -359,14 +360,14 @@ def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
 
 
 def test_what_a_query_takes_is_no_cost_of_the_draft_after_it() -> None:
-    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.2}, 0.1))
+    policy = Policy(chains(8), costs=made_costs({1: 1.0, 9: 1.2}, 0.1))
     policy.gate.record_seconds(0.08)
     policy.gate.gain = 1.0
     draft = DraftTree(torch.zeros(1, 2, dtype=torch.int64), depth=2, record=DraftRecord("model", num_steps=2))
     for _ in range(40):
         assert policy.should_query_tables()
         policy.record(policy.decision(), draft, [[1]], 0.2 + policy.gate.seconds, policy.costs.of_step(3), 2)
-    assert policy.costs.draft == pytest.approx(0.1, rel=0.02)
+    assert policy.costs.chain.step == pytest.approx(0.1, rel=0.02)
 
 
 def test_nodes_of_tables_that_no_width_pays_for_are_left_out() -> None:
@@ -406,7 +407,7 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
 
 def test_a_debt_for_a_draft_stops_no_query() -> None:
     """Of a mixture: a trial of the model's draft takes as much as a hundred queries."""
-    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}, 0.3))
+    policy = Policy(chains(8), costs=made_costs({1: 1.0, 9: 1.6}, 0.3))
     policy._purse = -2.0
     policy.gate.record_seconds(0.02)
     policy.begin()
@@ -416,8 +417,8 @@ def test_a_debt_for_a_draft_stops_no_query() -> None:
 @pytest.mark.parametrize("wait", [0.05, 0.3, 2.0])
 def test_a_gpu_waits_no_longer_for_tables_than_they_gain(wait: float) -> None:
     """A mixture is as fast as its model alone but for a part of the tokens, and for what one wait takes at first."""
-    costs = Costs({1: 1.0, 5: 1.06}, 0.04)
-    policy = Policy([chain(4)], costs=costs, prior=0.6)
+    costs = made_costs({1: 1.0, 5: 1.06}, 0.04)
+    policy = Policy([chain(4)], costs=costs, priors={"": 0.6})
 
     def passed(rounds: int, gain: float) -> tuple[float, int]:
         """Seconds that the device waits, and tokens; rounds without a wait are the model's own."""
@@ -498,11 +499,12 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     monkeypatch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
     costs = costs_of(runtime)
-    assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
+    assert min(costs.step) == 1 and max(costs.step) == 9 and costs.chain.step > 0
     [file] = settings.iterdir()
     entry = json.loads(file.read_text())
-    wanted = Costs({1: 1e-9, 9: 2e-9}, 3e-9, 0.0, {1: 0.0, 9: 0.0}, draft_begin=4e-9)
-    kept = {name: value for name, value in asdict(wanted).items() if name != "growth"}
+    wanted = made_costs({1: 1e-9, 9: 2e-9}, 3e-9, 4e-9, step_slot={1: 0.0, 9: 0.0}, drafters=["share"])
+    kept = {"step": wanted.step, "step_slot": wanted.step_slot, "read": {}}
+    kept["drafts"] = [(kind, asdict(cost)) for kind, cost in wanted.drafts.items()]
     file.write_text(json.dumps(entry | {"value": kept}))
     with monkeypatch.context() as patch:
         patch.setattr("sharesd.startup.cost_profiler.measure_costs", None)  # which a second start does not wait for
@@ -516,7 +518,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
 
 
 def test_reading_what_was_missed_is_no_fault_of_a_draft() -> None:
-    costs = Costs({1: 1.0, 9: 1.2}, 0.1, read=0.02)
+    costs = made_costs({1: 1.0, 9: 1.2}, 0.1, read={"": 0.02})
     policy = Policy(chains(8), costs=costs)
     live(policy, costs, {False: 0.7}, 100)
     draft_s = policy.live.draft(chain(4))
@@ -528,7 +530,7 @@ def test_reading_what_was_missed_is_no_fault_of_a_draft() -> None:
 
 def test_steps_through_a_link_are_hardly_ever_plain() -> None:
     """A plain step takes as long there as one that verifies a draft."""
-    costs = Costs({1: 3.5, 9: 3.5}, draft=0.05)
+    costs = made_costs({1: 3.5, 9: 3.5}, draft=0.05)
     chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.8, 500)
     assert chosen.count(0) <= 8
 
@@ -546,7 +548,7 @@ def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0)
             num += 1
             if policy.scorer and num < shape.depth and not policy.scorer.should_continue(num):
                 break
-        draft_s, step_s = num * costs.draft, costs.of_step(1 + num)
+        draft_s, step_s = num * costs.chain.step, costs.of_step(1 + num)
         policy.record(policy.decision(), tree_of(chain(num)), [range(1, 1 + accepted)], draft_s, step_s, 1 + accepted)
         if number >= rounds // 5:
             tokens, seconds = tokens + 1 + accepted, seconds + draft_s + step_s
@@ -555,7 +557,7 @@ def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0)
 
 def test_chains_end_where_the_model_is_unsure() -> None:
     """Better than the best length, be the model right about itself or far too sure."""
-    costs = Costs({1: 1.0, 2: 1.09, 4: 1.18, 9: 1.27}, 0.09)
+    costs = made_costs({1: 1.0, 2: 1.09, 4: 1.18, 9: 1.27}, 0.09)
     best = max(told(Policy(chains(8), pinned=chain(num), costs=costs), costs, 3000) for num in (1, 2, 3))
     for overconfidence in (1.0, 0.5):
         policy = Policy(chains(8), costs=costs, can_stop_early=True)
@@ -563,7 +565,7 @@ def test_chains_end_where_the_model_is_unsure() -> None:
 
 
 def test_a_chain_goes_on_behind_what_is_sure() -> None:
-    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.3}, 0.1), can_stop_early=True, prior=0.8)
+    policy = Policy(chains(8), costs=made_costs({1: 1.0, 9: 1.3}, 0.1), can_stop_early=True, priors={"": 0.8})
     policy.counted_rows = (0, 1)
     assert policy.next_shape().depth > 1 and policy.scorer
     policy.scorer.add_token([0.97, 0.99])
@@ -572,14 +574,14 @@ def test_a_chain_goes_on_behind_what_is_sure() -> None:
     assert not policy.scorer.should_continue(2)
     policy.record(policy.decision(), tree_of(chain(2)), [range(1, 2), range(1, 3)], 0.2, 1.1, 2)
     assert not policy.scorer, "until the next draft is asked for"
-    pinned = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0, 9: 1.3}, 0.1), can_stop_early=True)
+    pinned = Policy(chains(8), pinned=chain(3), costs=made_costs({1: 1.0, 9: 1.3}, 0.1), can_stop_early=True)
     assert pinned.next_shape() == chain(3) and not pinned.scorer
 
 
 def test_longer_chains_are_drafted_by_a_better_drafter() -> None:
     """Chains of one token show what later ones would be: a low first guess of those keeps no chain short."""
-    costs, dice, lengths = Costs({1: 1.0, 2: 1.02, 9: 1.3}, 0.3), random.Random(3), []
-    policy = Policy(chains(8), costs=costs, can_stop_early=True, prior=0.5)
+    costs, dice, lengths = made_costs({1: 1.0, 2: 1.02, 9: 1.3}, 0.3), random.Random(3), []
+    policy = Policy(chains(8), costs=costs, can_stop_early=True, priors={"": 0.5})
     for _ in range(400):
         shape, num, accepted = policy.next_shape(), 0, 0
         while num < shape.depth:
@@ -594,6 +596,37 @@ def test_longer_chains_are_drafted_by_a_better_drafter() -> None:
         lengths.append(num)
     best = max(rate_of(costs, 0.9, num) for num in range(9))
     assert mean_rate(costs, 0.9, lengths[100:]) > 0.95 * best
+
+
+@pytest.mark.parametrize("alphas", [{"a": 0.8, "b": 0.5}, {"a": 0.5, "b": 0.8}], ids=str)
+def test_of_two_models_the_one_that_loses_is_left_out(alphas: dict[str, float]) -> None:
+    costs, dice, chosen = made_costs({1: 1.0, 9: 1.2}, 0.2, drafters=("a", "b")), random.Random(0), list[str]()
+    shapes = [each._replace(drafter=drafter) for drafter in alphas for each in chains(8)]
+    policy = Policy(shapes, costs=costs, priors={"a": 0.65, "b": 0.65})
+    for _ in range(400):
+        shape, accepted = policy.next_shape(), 0
+        while accepted < shape.depth and dice.random() < alphas[shape.drafter]:
+            accepted += 1
+        chosen.append(shape.drafter)
+        times = policy.costs.of_draft(shape), costs.of_step(1 + shape.nodes)
+        tree = tree_of(shape).with_record(drafter=shape.drafter)
+        policy.record(policy.decision(), tree, [range(1, 1 + accepted)], *times, 1 + accepted)
+    best = max(alphas, key=lambda drafter: alphas[drafter])
+    assert chosen[64:].count(best) > 0.9 * len(chosen[64:])
+
+
+def test_a_few_unlucky_drafts_do_not_end_all_others_early() -> None:
+    scorer, lengths = DraftScorer(0.8), list[int]()
+    for number in range(200):
+        scorer.begin([0], worth=1.0, draft_step_s=0.4, step_seconds=lambda width: 1.0)
+        num = 1
+        scorer.add_token([0.9])
+        while num < 6 and scorer.should_continue(num):
+            scorer.add_token([0.9])
+            num += 1
+        lengths.append(num)
+        scorer.record([[]] if number < 5 else [range(1, 1 + num)])
+    assert min(lengths[:10]) == 1 and min(lengths[150:]) > 2, "they are made longer again"
 
 
 def test_confidence_is_counted() -> None:
@@ -646,7 +679,7 @@ def grown(policy: Policy, costs: Costs, rounds: int) -> tuple[float, list[DraftS
             assert 0 < policy.scorer.num_tree_nodes_worth(accept_probs) <= nodes
             policy.scorer.set_tree([said], [parents], [[each] for each in accept_probs])
         done = DraftShape(depth, nodes)
-        draft_s, step_s = depth * (costs.level if is_tree else costs.draft), costs.of_step(1 + nodes)
+        draft_s, step_s = costs.of_draft(done), costs.of_step(1 + nodes)
         policy.record(policy.decision(), tree_of(done), [path], draft_s, step_s, 1 + accepted)
         chosen.append(shape)
         if number >= rounds // 5:
@@ -655,7 +688,7 @@ def grown(policy: Policy, costs: Costs, rounds: int) -> tuple[float, list[DraftS
 
 
 def test_trees_end_where_the_model_is_unsure() -> None:
-    costs, shapes = Costs({1: 1.0, 9: 1.1}, 0.07, 0.09), (*chains(8), DraftShape(3, 4), DraftShape(3, 8))
+    costs, shapes = made_costs({1: 1.0, 9: 1.1}, 0.07, 0.09), (*chains(8), DraftShape(3, 4), DraftShape(3, 8))
     policy = Policy(shapes, costs=costs, can_stop_early=True)
     speed, chosen = grown(policy, costs, 1500)
     chains_only, _ = grown(Policy(chains(8), costs=costs, can_stop_early=True), costs, 1500)
@@ -665,7 +698,7 @@ def test_trees_end_where_the_model_is_unsure() -> None:
 
 
 def test_trees_are_tried_again_after_bad_luck() -> None:
-    cheap = Costs({1: 1.0, 9: 1.1}, 0.07, 0.09)
+    cheap = made_costs({1: 1.0, 9: 1.1}, 0.07, 0.09)
     policy = Policy((*chains(8), DraftShape(2, 8)), costs=cheap, can_stop_early=True)
     live(policy, cheap, {False: 0.5, True: 0.05}, 40)
     chosen = live(policy, cheap, {False: 0.5, True: 0.8}, 600)
@@ -674,17 +707,17 @@ def test_trees_are_tried_again_after_bad_luck() -> None:
 
 def test_a_tree_that_was_cut_to_a_chain_counts_as_a_tree() -> None:
     """Its levels took as long."""
-    costs = Costs({1: 1.0, 9: 1.1}, 0.07, 0.14)
+    costs = made_costs({1: 1.0, 9: 1.1}, 0.07, 0.14)
     policy = Policy((*chains(8), DraftShape(3, 8)), costs=costs, can_stop_early=True)
-    cut, took = tree_of(DraftShape(2, 2)), 2 * costs.level + costs.of_step(3)
+    cut, took = tree_of(DraftShape(2, 2)), costs.of_draft(DraftShape(2, 3)) + costs.of_step(3)
     for _ in range(40):
-        policy.record(policy.decision(), cut, [[1, 2]], 2 * costs.level, costs.of_step(3), 3)
-    assert policy.expected(cut) == pytest.approx(took) and policy.costs.draft == 0.07
+        policy.record(policy.decision(), cut, [[1, 2]], costs.of_draft(DraftShape(2, 3)), costs.of_step(3), 3)
+    assert policy.expected(cut) == pytest.approx(took) and policy.costs.chain.step == 0.07
 
 
 def test_nodes_are_verified_as_far_as_they_pay() -> None:
-    costs = Costs({1: 1.0, 3: 1.0, 9: 4.0}, 0.07, 0.07)
-    policy = Policy([DraftShape(3, 8)], costs=costs, can_stop_early=True, prior=0.9)
+    costs = made_costs({1: 1.0, 3: 1.0, 9: 4.0}, 0.07, 0.07)
+    policy = Policy([DraftShape(3, 8)], costs=costs, can_stop_early=True, priors={"": 0.9})
     assert policy.next_shape() == DraftShape(3, 8) and policy.scorer
     accept_probs = [0.9, 0.8, 0.05, 0.02, 0.02, 0.01, 0.01, 0.01]
     assert policy.scorer.num_tree_nodes_worth(accept_probs) == 2
@@ -737,13 +770,13 @@ def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(
 
 def test_costs_of_more_rows_are_those_of_more_tokens() -> None:
     """And those of wide steps, and of drafts, come from timings at the largest number of rows."""
-    costs = Costs({1: 1.0, 4: 1.6}, 0.5, 0.0, {1: 0.1, 4: 0.1}, 0.2)
-    more = of_more_rows(costs, 2, 4, Costs({1: 1.6, 2: 3.0}, 1.1))
+    costs = made_costs({1: 1.0, 4: 1.6}, 0.5, 0.0, step_slot={1: 0.1, 4: 0.1}, slot=0.2)
+    more = of_more_rows(costs, 2, 4, made_costs({1: 1.6, 2: 3.0}, 1.1))
     assert more.step == {1: pytest.approx(1.2), 4: pytest.approx(3.0)}
-    assert more.draft == pytest.approx(0.7) and more.step_slot == {1: 0.2, 4: 0.2} and more.draft_slot == 0.4
-    most = of_more_rows(costs, 4, 4, Costs({1: 1.8, 2: 3.0}, 1.1))
-    assert most.step == {1: 1.8, 4: pytest.approx(5.4)} and most.draft == 1.1
-    assert of_more_rows(costs, 1, 4, Costs({2: 3.0}, 1.1)) == costs
+    assert more.chain.step == pytest.approx(0.7) and more.step_slot == {1: 0.2, 4: 0.2} and more.chain.slot == 0.4
+    most = of_more_rows(costs, 4, 4, made_costs({1: 1.8, 2: 3.0}, 1.1))
+    assert most.step == {1: 1.8, 4: pytest.approx(5.4)} and most.chain.step == 1.1
+    assert of_more_rows(costs, 1, 4, made_costs({2: 3.0}, 1.1)) == costs
 
 
 def test_many_rows_are_timed_with_few_blocks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -770,7 +803,7 @@ def test_costs_of_a_sample_are_measured(runtime: Runtime, monkeypatch: pytest.Mo
     monkeypatch.setattr(cost_profiler, "FAR", 2048)
     costs, _ = measure_costs(engine, engine.mode, SamplingParams())
     assert set(costs.step) == {1, 2, 1 + engine.num_draft // 4, longest}
-    assert min(costs.step.values()) > 0 and costs.draft > 0
+    assert min(costs.step.values()) > 0 and costs.chain.step > 0
     monkeypatch.setattr(cost_profiler, "_step", lambda *_: lambda: None)
     monkeypatch.setattr(cost_profiler, "_timed", lambda _: 1e3 if engine.cache.lengths.max().item() > 64 else 1.0)
     costs, _ = measure_costs(engine, engine.mode, SamplingParams())

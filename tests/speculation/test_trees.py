@@ -31,6 +31,7 @@ from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains, shapes_of, with_windows
 from tests.engine.test_lossless import PROMPTS, ids
 from tests.helpers.compiled import compiled
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
 
 
@@ -235,7 +236,7 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
     drafter = HybridDrafter("hybrid", [SuffixTable()], inner, num_nodes=4, trees=True)
     engine, naive = new_engine(model, drafter, auto_length=True), new_engine(model)
     for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
-        engine.variant(params).policy.reset(Costs({1: 1.0, 5: 1.1}, 0.6))
+        engine.variant(params).policy.reset(made_costs({1: 1.0, 5: 1.1}, 0.6, drafters=["classic"]))
         [want], [got] = naive.generate([text], params), engine.generate([text], params, reuse=True)
         assert got.token_ids == want.token_ids
         text = [*text, *got.token_ids, 5, 5, 5]
@@ -251,7 +252,9 @@ def test_tables_and_a_model_take_turns(
 ) -> None:
     rounds, turns, learnt = count(), count(), list[DraftShape]()
     # A draft of the model in every third round; others have one of tables, or none.
-    monkeypatch.setattr(Policy, "next_shape", lambda self, *_, **__: NO_DRAFT if next(rounds) % 3 else shapes[0])
+    monkeypatch.setattr(
+        Policy, "next_shape", lambda self, *_, **__: NO_DRAFT if next(rounds) % 3 else shapes[0]._replace(drafter=name)
+    )
     monkeypatch.setattr(Policy, "should_query_tables", lambda _: next(turns) % 4 > 0)
     monkeypatch.setattr(LiveCosts, "record", lambda _, shape, *times: learnt.append(shape))
     plain = tiny_decoder(3)
@@ -268,7 +271,7 @@ def test_tables_and_a_model_take_turns(
         inner = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=2)
     drafter = HybridDrafter("hybrid", [OracleTable(futures, 1)], inner, num_nodes=9, trees=True)
     engine = new_engine(model, drafter, batch=batch, cache=cache, auto_length=True)
-    engine.variant(params).policy.reset(Costs({1: 1.0, 10: 1.01}, 0.2, 0.2))
+    engine.variant(params).policy.reset(made_costs({1: 1.0, 10: 1.01}, 0.2, 0.2, drafters=[name]))
     drafters = set[str | None]()
     for _ in range(3):
         done = [Completion() for _ in PROMPTS]

@@ -52,7 +52,7 @@ def compiled(config: EngineConfig) -> dict[str, int]:
 def launched(config: EngineConfig) -> dict[str, int]:
     """Kernels of a prompt of each size of pieces, and of the first and a further step of a chain of drafts."""
     from sharesd.models.prefill import PIECES, prefill
-    from sharesd.startup.cost_profiler import model_drafter_of
+    from sharesd.startup.cost_profiler import models_of
 
     install()
     runtime = load(config, (config.mode,))
@@ -60,7 +60,7 @@ def launched(config: EngineConfig) -> dict[str, int]:
     with torch.inference_mode():
         for size in PIECES:
             found[f"prompt of {size}"] = _kernels(partial(prefill, runtime.step, runtime.cache, [[0] * size], [0]))
-        drafter = model_drafter_of(engine, engine.mode)
+        drafter = next(iter(models_of(engine, engine.mode)), None)
         if drafter is not None:
             chain = engine.variant(PARAMS).round().context.generators[drafter]._chain
             found |= {"first draft step": _kernels(chain._first), "draft step": _kernels(chain._next)}

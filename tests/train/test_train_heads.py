@@ -27,9 +27,9 @@ from sharesd.drafters.parallel.head import Parallel
 from sharesd.drafters.selection import second_model
 from sharesd.models.loader import load_decoder
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs
 from tests.drafters.test_eagle import features_of
 from tests.helpers.head_lessons import IDS, RAW, TEXTS, frozen_for, row, teacher_of
+from tests.helpers.made_costs import made_costs
 from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 from train.__main__ import main
@@ -238,7 +238,7 @@ def test_acceptance_is_that_of_chains_one_by_one(name: str) -> None:
 def test_tau_and_gain_follow_from_rates_and_costs() -> None:
     found = Acceptance([10, 5, 0], [5, 1, 0])
     assert found.rates == [0.5, 0.2, 0.0] and found.taus == pytest.approx([1.5, 1.6, 1.6])
-    costs = Costs(step={1: 2.0, 4: 2.6}, draft=0.2)
+    costs = made_costs({1: 2.0, 4: 2.6}, draft=0.2)
     assert best_chain(found.taus, costs) == (1, pytest.approx(1.5 * 2 / (0.2 + 2.2)))
     assert best_chain([1.1, 1.1], costs) == (0, 1.0)
 

@@ -154,7 +154,7 @@ def _train(session: TrainingRun, check_every: int) -> None:
         chain, costs = session.task.chain, session.costs
         draft, verify = (
             seconds / costs.of_step(1)
-            for seconds in (costs.draft + costs.draft_begin / chain, costs.of_step(1 + chain))
+            for seconds in (costs.chain.step + costs.chain.begin / chain, costs.of_step(1 + chain))
         )
         print_line(
             f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import chain
 from train.heads.draft_decoder import Learner, unroll
 from train.heads.teacher import ROWS, FrozenTarget, Lesson
 
@@ -85,6 +84,6 @@ def best_chain(taus: list[float], costs: Costs) -> tuple[int, float]:
     plain = costs.of_step(1)
     gains = [1.0]
     for length, tau in enumerate(taus, 1):
-        gains.append(tau * plain / (costs.of_draft(chain(length)) + costs.of_step(1 + length)))
+        gains.append(tau * plain / (costs.chain.of_draft(length) + costs.of_step(1 + length)))
     length = max(range(len(gains)), key=gains.__getitem__)
     return length, gains[length]

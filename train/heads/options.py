@@ -174,7 +174,8 @@ def costs_of(args: argparse.Namespace) -> Costs | None:
     """Return the costs that `--costs` gives; None without it."""
     if args.costs is None:
         return None
-    from sharesd.speculation.cost_model import Costs
+    from sharesd.speculation.cost_model import Costs, DraftCost
+    from sharesd.speculation.draft_tree import DraftKind
 
     try:
         draft, verify = map(float, args.costs.split(","))
@@ -182,7 +183,8 @@ def costs_of(args: argparse.Namespace) -> Costs | None:
         raise ValueError(f"--costs is {args.costs!r}; give two numbers, for example 0.1,1.5") from None
     if not (draft > 0 and verify > 0):
         raise ValueError(f"--costs is {args.costs!r}; both must be above 0")
-    return Costs(step={1: 1.0, 1 + args.chain: verify}, draft=draft, single_pass=args.kind == "parallel")
+    drafts = {DraftKind("", False): DraftCost(draft, single_pass=args.kind == "parallel")}
+    return Costs(step={1: 1.0, 1 + args.chain: verify}, drafts=drafts)
 
 
 def numbers_of(args: argparse.Namespace, name: str, example: str) -> tuple[int, ...]:

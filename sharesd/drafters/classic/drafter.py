@@ -170,7 +170,7 @@ class ClassicDrafter(Drafter):
                 branching=self._branching,
             )
         tree: DraftTree = context.generators[self].draft(shape)
-        return tree.with_record(drafter=self.name)
+        return tree
 
     def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         cache = self.cache.rows(context.first, context.end)

@@ -120,7 +120,7 @@ class EagleDrafter(Drafter):
             )
             context.generators[self] = DraftGenerator(stepper, context, shapes=self.shapes, branching=self._branching)
         tree: DraftTree = context.generators[self].draft(shape)
-        return tree.with_record(drafter=self.name)
+        return tree
 
     def _stepper(self, replayed: bool, *reading: Any) -> DraftStepper:
         """Create the stepper of the head; `reading` are arguments of `HeadStepper`."""

@@ -22,22 +22,21 @@ from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, Veri
 
 
 class HybridDrafter(Drafter):
-    """One table or several, and at most one model drafter."""
+    """Tables and model drafters; in a round one model drafts, or the tables do."""
 
     runs_on_host = True
 
-    def __init__(
-        self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
-    ) -> None:
+    def __init__(self, name: str, tables: Sequence[Table], *models: Drafter, num_nodes: int, trees: bool) -> None:
         """`num_nodes`: most without a model. Without `trees`, the best chain is drafted."""
         self.name, self.trees = name, trees
-        self.shapes = model.shapes if model else chains(num_nodes)
-        self.prior = model.prior if model else 0.0
-        self.tables, self.model_drafter = tuple(tables), model
-        self._idle = 0  # rounds since the model drafted
+        # Those of the first model come last, so that it drafts where a length is given.
+        of_models = [shape._replace(drafter=model.name) for model in reversed(models) for shape in model.shapes]
+        self.shapes = of_models or chains(num_nodes)
+        self.tables, self._models = tuple(tables), {model.name: model for model in models}
+        self._idle = dict.fromkeys(self._models, 0)  # rounds since each model drafted
         self._num_successors = max((table.num_successors for table in tables), default=0)
         # Such tables learn from the logits of plain rounds.
-        self.commits_plain_rounds = self._num_successors > 0 or (model is not None and model.commits_plain_rounds)
+        self.commits_plain_rounds = self._num_successors > 0 or any(model.commits_plain_rounds for model in models)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
         self._plain: Collection[int] = ()
@@ -45,16 +44,19 @@ class HybridDrafter(Drafter):
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
 
     @property
-    def adds_late_nodes(self) -> bool:  # type: ignore[override]
-        return bool(self.tables and self.trees and self.model_drafter and self._model_needs_no_tokens)
+    def models(self) -> Sequence[Drafter]:
+        return tuple(self._models.values())
 
     @property
-    def _model_needs_no_tokens(self) -> bool:
-        model = self.model_drafter
-        return model is None or (model.supports_async and not model.needs_catch_up)
+    def adds_late_nodes(self) -> bool:  # type: ignore[override]
+        return bool(self.tables and self.trees and self._models and self._models_need_no_tokens)
+
+    @property
+    def _models_need_no_tokens(self) -> bool:
+        return all(model.supports_async and not model.needs_catch_up for model in self.models)
 
     def goes_ahead(self, context: DraftContext) -> bool:
-        return self._model_needs_no_tokens and (context.policy.tables_pause or self._model_goes_first(context))
+        return self._models_need_no_tokens and (context.policy.tables_pause or self._model_goes_first(context))
 
     def _model_goes_first(self, context: DraftContext) -> bool:
         """Return True if the round is launched as if there were no tables, which may add nodes to it later."""
@@ -64,18 +66,12 @@ class HybridDrafter(Drafter):
         for table in self.tables:
             table.begin(row, tokens)
         self._known[row] = len(tokens)
-        if self.model_drafter is not None:
-            self.model_drafter.begin(row, tokens, reuse)
+        for model in self.models:
+            model.begin(row, tokens, reuse)
 
     def read(self, row: int, tokens: list[int]) -> None:
-        if self.model_drafter is not None:
-            self.model_drafter.read(row, tokens)
-
-    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        return 0 if self.model_drafter is None else self.model_drafter.num_unread_tokens(texts)
-
-    def time_catch_up(self, context: DraftContext, num: int) -> bool:
-        return self.model_drafter is not None and self.model_drafter.time_catch_up(context, num)
+        for model in self.models:
+            model.read(row, tokens)
 
     def catch_up(
         self,
@@ -84,7 +80,8 @@ class HybridDrafter(Drafter):
         plain: Collection[int] = (),
         coming: Mapping[int, int] = NOTHING,
     ) -> None:
-        self._idle += idle
+        if idle:
+            self._idle = {name: 1 + num for name, num in self._idle.items()}
         self._texts, self._plain, self._coming = texts, plain, coming
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -94,7 +91,7 @@ class HybridDrafter(Drafter):
             return draft.with_record(takes_late_nodes=draft.depth > 0 and policy.should_query_tables())
         other_rule = context.sampler.needs_draft_probs
         should_query_tables = policy.should_query_tables()
-        if not should_query_tables and self.model_drafter is None:
+        if not should_query_tables and not self._models:
             return context.buffers.no_draft
         num_nodes, value = 0, policy.plain_value
         if should_query_tables:
@@ -104,14 +101,14 @@ class HybridDrafter(Drafter):
                 proposal = self._ask(context, row, shape.nodes)
                 proposals[row] = best_chain(proposal) if chains_only else proposal
             num_nodes, value = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
-        if self.model_drafter is not None:
+        if self._models:
             draft = self._model_draft(context, policy.next_shape(to_beat=value if num_nodes else -inf))
             if draft.depth:
                 if should_query_tables:
                     policy.gate.record_gain(0.0)
                 return draft
         if should_query_tables:
-            without = policy.plain_value if self.model_drafter is None else policy.model_value
+            without = policy.model_value if self._models else policy.plain_value
             policy.gate.record_gain(value - without if num_nodes else 0.0)
         if other_rule:  # it requires the same number of nodes in every row
             num_nodes = min([num_nodes, *(len(proposal.tokens) for proposal in proposals.values())])
@@ -125,17 +122,15 @@ class HybridDrafter(Drafter):
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         """Return the model's draft; none if the shape is empty."""
         context.policy.gate.last_model_draft = shape
+        idle, self._idle = self._idle, {name: 1 + num for name, num in self._idle.items()}
         if not shape.nodes:
-            self._idle += 1
             return context.buffers.no_draft
-        assert self.model_drafter is not None
-        self.model_drafter.catch_up(self._texts, self._idle > 0, coming=self._coming)
-        self._idle = 0
-        if context.graphs is None:
-            return checked_draft(self.model_drafter, context, shape)
-        before = context.clock.mark()
-        draft = checked_draft(self.model_drafter, context, shape)
-        return draft.with_record(model_marks=(before, context.clock.mark()))
+        model, self._idle[shape.drafter] = self._models[shape.drafter], 0
+        num_unread_tokens = model.num_unread_tokens(self._texts)
+        model.catch_up(self._texts, idle[shape.drafter] > 0, coming=self._coming)
+        before = context.clock.mark() if context.graphs else None
+        draft = checked_draft(model, context, shape).with_record(num_unread_tokens=num_unread_tokens)
+        return draft if before is None else draft.with_record(model_marks=(before, context.clock.mark()))
 
     def late_nodes(
         self, context: DraftContext, texts: Mapping[int, list[int]], draft: DraftTree, has_begun: Callable[[], bool]
@@ -196,9 +191,11 @@ class HybridDrafter(Drafter):
     def commit(
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
     ) -> Tensor | None:
-        model = self.model_drafter
-        if model is not None and (model.commits_plain_rounds or (tree.record.num_steps and not tree.record.num_filled)):
-            model.commit(context, tree, verified, logits_BTV)
+        made = tree.record
+        for name, model in self._models.items():
+            is_its_own = made.num_steps and not made.num_filled and made.drafter in (name, "")
+            if model.commits_plain_rounds or is_its_own:
+                model.commit(context, tree, verified, logits_BTV)
         joined_B = context.buffers.late.joined_B if takes_late_nodes(self, context) else None
         if not self._num_successors or not (context.graphs or context.policy.tables_should_learn):
             return None if joined_B is None else joined_B[:, None]
@@ -213,25 +210,24 @@ class HybridDrafter(Drafter):
             self._seen += (row[: len(row) - len(row) % size] for row in rows)  # without `joined_B`
 
     def forget(self) -> None:
-        if self.model_drafter is not None:
-            self.model_drafter.forget()
+        for model in self.models:
+            model.forget()
 
     def extra_bytes(self) -> tuple[int, int]:
-        weights, kv = self.model_drafter.extra_bytes() if self.model_drafter else (0, 0)
+        of_models = [model.extra_bytes() for model in self.models]
+        weights, kv = (sum(numbers) for numbers in zip((0, 0), *of_models, strict=True))
         return weights + sum(table.nbytes for table in self.tables), kv
 
     def prompt_readers(self) -> Sequence[tuple[CausalModel, StaticKVCache]]:
-        return () if self.model_drafter is None else self.model_drafter.prompt_readers()
+        return [reader for model in self.models for reader in model.prompt_readers()]
 
 
 def build(inputs: BuildInputs, name: str, drafters: Sequence[str]) -> HybridDrafter:
-    """Build a mix of tables, perhaps with a model drafter."""
+    """Build a mix of tables and model drafters."""
     specs = [registry.spec_of(drafter) for drafter in drafters]
     tables: list[Table] = [registry.imported(spec.build)(inputs) for spec in specs if not spec.is_model]
     models: list[Drafter] = [registry.build_model_drafter(spec, inputs) for spec in specs if spec.is_model]
-    return HybridDrafter(
-        name, tables, models[0] if models else None, num_nodes=inputs.config.max_draft_tokens, trees=inputs.takes_trees
-    )
+    return HybridDrafter(name, tables, *models, num_nodes=inputs.config.max_draft_tokens, trees=inputs.takes_trees)
 
 
 def _of(proposals: Mapping[int, Proposal], row: int) -> Proposal:

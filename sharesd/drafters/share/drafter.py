@@ -91,7 +91,7 @@ class ShareDrafter(Drafter):
         with self.switch.quantized_weights():
             tree: DraftTree = context.generators[key].draft(shape)
         continue_fn = tree.continue_fn and partial(self._step, tree.continue_fn)
-        return tree._replace(continue_fn=continue_fn).with_record(drafter=self.name, window=shape.window)
+        return tree._replace(continue_fn=continue_fn).with_record(window=shape.window)
 
     def _step(self, continue_fn: Callable[[], bool]) -> bool:
         with self.switch.quantized_weights():
