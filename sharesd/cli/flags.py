@@ -193,10 +193,9 @@ DRAFTING = {
         is_absent=True,
     ),
     "hybrid_with": Flag(
-        f"drafters of mode hybrid: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
-        f"{', '.join(registry.names('table'))} (default: eagle,suffix where there is a head of eagle, else "
-        "mtp,suffix where the checkpoint has such a layer, else share,suffix; with weights that run as "
-        "stored suffix,recycle)",
+        f"drafters of mode hybrid: any of {', '.join(registry.names('model', 'self', 'head', 'table'))} (default: "
+        "eagle,suffix where there is a head of eagle, on a CPU with share where it pays, else mtp,suffix where the "
+        "checkpoint has such a layer, else share,suffix; with weights that run as stored suffix,recycle)",
         metavar="NAMES",
         name="--hybrid-drafters",
         parse=parse_types.distinct_names,

@@ -1,6 +1,6 @@
 """What drafts where nothing was chosen: drafters of mode `auto`, and drafts by the target's own weights.
 
-Mode `auto` has one model drafter if it pays, and tables. Weights of the target add no bytes: upper halves of Q8_0, and
+Mode `auto` has model drafters that pay, and tables. Weights of the target add no bytes: upper halves of Q8_0, and
 fewer experts of a mixture.
 
 Chosen before any weights are read; `speculation/draft_policy.py` measures which one drafts in a round.
@@ -23,7 +23,7 @@ from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
 from sharesd.models.checkpoint import STORED, TARGET_QUANT
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.loader import native_config
 from sharesd.startup.conflicts import stored_drafts_obstacle
 from sharesd.weights.backend import backend_for
@@ -106,29 +106,43 @@ class AutoDrafters:
 
     drafters: tuple[str, ...]
     reason: str
-    """Reason for the model drafter, or for having none."""
+    """Reason for the first model drafter, or for having none."""
 
     def __str__(self) -> str:
         return f"mode auto drafts with {', '.join(self.drafters)}: {self.reason}"
 
 
 def choose_drafters(
-    config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode, *, offloads: bool
+    config: EngineConfig,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    how: CompileMode,
+    *,
+    offloads: bool = False,
+    one_model: bool = False,
 ) -> AutoDrafters:
     """Choose drafters of mode auto before weights are read.
 
-    A given head or draft model is used. Otherwise the choice depends on costs of quantized linears.
+    A given head or draft model is used. Quantized linears are if their costs promise a gain; on a CPU next to a head,
+    too, since they agree with sampled tokens more often.
 
     Args:
         how: compile mode.
         offloads: weights are fetched for each pass, so that a resident drafter saves time.
+        one_model: leave out quantized linears next to a head, for want of memory.
     """
     model, reason = _model_drafter(config, folder, device, dtype, how, offloads)
     kind = registry.spec_of(model).kind if model else ""
+    models = [model] if model else []
+    if kind == "head" and model not in config.inner_heads and device.type == "cpu" and not one_model:
+        shape = native_config(folder, device)
+        copies, _ = _quantized_linears(config, shape, folder, device, dtype, how, offloads)
+        models += [copies] if copies else []
     if model and device.type == "cuda":
         kind = "head"  # tables that learn from logits take 16 launches in each round, also while they pause
     tables = [spec.name for spec in registry.specs("table") if kind in spec.auto_with]
-    return AutoDrafters((*([model] if model else []), *tables), reason)
+    return AutoDrafters((*models, *tables), reason)
 
 
 def _head(config: EngineConfig) -> tuple[str, str] | None:
@@ -155,11 +169,23 @@ def _model_drafter(
         return None, f"the model runs through transformers ({error})"
     if device.type == "cuda" and config.quant.format.solver is not None and not has_quantized_kernels(device):
         return None, "there are no kernels for quantized linears here; pip install gemlite"
-    shares = selection.needing(Need.QUANTIZED_TARGET)[0]
     if offloads and not (shape.experts is not None and device.type == "cuda"):
+        shares = selection.needing(Need.QUANTIZED_TARGET)[0]
         return shares, "its quantized linears stay in memory while the others are offloaded"
-    if (head := _head(config)) is not None:
-        return head
+    return _head(config) or _quantized_linears(config, shape, folder, device, dtype, how, offloads)
+
+
+def _quantized_linears(
+    config: EngineConfig,
+    shape: DecoderConfig,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    how: CompileMode,
+    offloads: bool,
+) -> tuple[str | None, str]:
+    """Return the drafter that uses the target's own weights in fewer bits if it pays, else None; and the reason."""
+    shares = selection.needing(Need.QUANTIZED_TARGET)[0]
     chosen = 0 if shape.experts is None else shape.experts.num_experts_per_tok
     if chosen > 1 and not offloads and lacks_copies(config, device) and not config.quant.format.keeps_weights:
         decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(chosen)

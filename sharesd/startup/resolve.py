@@ -355,17 +355,21 @@ class _Resolver:
         inside = find_inner_heads(folder, config, self._modes, self.device, in_memory=self._in_memory)
         config = replace(config, inner_heads=inside)
 
-        def choose(offloads: bool) -> AutoDrafters:
+        def choose(**how: bool) -> AutoDrafters:
             mode = compile_mode(config, self.device, kernels.triton)
-            return choose_drafters(config, folder, self.device, dtype, mode, offloads=offloads)
+            return choose_drafters(config, folder, self.device, dtype, mode, **how)
 
-        if "auto" in self._modes and not config.auto_drafters:
-            auto = choose(self._has_block_source)
+        mixes = [mode for mode in self._modes if mode in registry.names("mix")]
+        mixes_head = bool({*registry.names("head")}.intersection(selection.active_drafters(config, *mixes)))
+        if ("auto" in mixes or (mixes_head and not config.hybrid_with)) and not config.auto_drafters:
+            auto = choose(offloads=self._has_block_source)
             config = replace(config, auto_drafters=auto.drafters)
         warnings: list[str] = []
         offload = None if self._has_block_source else self._plan(config, dtype, warnings.append)
-        if auto is not None and offload is not None and offload.plan.offloads:
-            other = choose(offloads=True)
+        for less in ({"one_model": True}, {"offloads": True}):
+            if auto is None or offload is None or not offload.plan.offloads:
+                break
+            other = choose(**less)
             others: list[str] = []
             try:
                 offload = self._plan(replace(config, auto_drafters=other.drafters), dtype, others.append)
@@ -400,7 +404,7 @@ class _Resolver:
             dtype=dtype,
             compile=compile_mode(config, device, kernels.triton),
             has_triton=kernels.triton,
-            auto=auto,
+            auto=auto if "auto" in self._modes else None,
             plan=plan,
             offload=offload,
             pipeline=pipeline,

@@ -20,7 +20,7 @@ from sharesd.startup import auto_mode
 from sharesd.startup.auto_mode import choose_drafters
 from sharesd.weights import memory_estimate
 from tests.helpers.in_mode import in_mode
-from tests.helpers.offloaded import LAYERS, limit_leaving, texts
+from tests.helpers.offloaded import LAYERS, limit_leaving, planned, texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -45,13 +45,15 @@ def config_of(folder: Path | None, **options: Any) -> EngineConfig:
     return EngineConfig(**{"target": target, "device": "cpu", "max_context": 256, "num_draft": 4} | options)
 
 
-def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> auto_mode.AutoDrafters:
-    return choose_drafters(config, folder, torch.device("cpu"), BF16, "native", offloads=offloads)
+def chosen(config: EngineConfig, folder: Path, **how: bool) -> auto_mode.AutoDrafters:
+    return choose_drafters(config, folder, torch.device("cpu"), BF16, "native", **how)
 
 
 def test_a_head_or_draft_model_is_taken_where_there_is_one(folder: Path, tmp_path: Path, pays: None) -> None:
-    def choice_of(of: Path | None = folder, *, offloads: bool = False, **options: Any) -> tuple[Any, str]:
-        choice = chosen(config_of(of, **options), folder, offloads=offloads)
+    def choice_of(
+        of: Path | None = folder, *, offloads: bool = False, one_model: bool = True, **options: Any
+    ) -> tuple[Any, str]:
+        choice = chosen(config_of(of, **options), folder, offloads=offloads, one_model=one_model)
         return choice.drafters, choice.reason
 
     eagle, glide = ((str(make_head(tmp_path / kind, decoder_config(folder), kind)),) for kind in ("eagle", "glide"))
@@ -59,11 +61,12 @@ def test_a_head_or_draft_model_is_taken_where_there_is_one(folder: Path, tmp_pat
     assert choice_of(heads=glide) == (("glide", "suffix"), "a trained head was given")
     assert choice_of(None) == (("eagle", "suffix"), "a trained head ships with this model")
     assert choice_of(draft="other") == (("classic", *TABLES), "the draft model other was given")
+    assert choice_of(heads=eagle, one_model=False)[0] == ("eagle", "share", "suffix"), "copies, too, if they fit"
     assert choice_of(heads=eagle, offloads=True)[0] == ("share", *TABLES), "a head cannot travel"
     assert choice_of(heads=eagle, tensor_parallel=2)[0] == ("share", *TABLES), "ranks take no head"
     drafters, reason = choice_of(quant=replace(EngineConfig().quant, group_size=256))
     assert drafters == TABLES and "cannot be quantized" in reason
-    found = chosen(config_of(folder, heads=glide), folder)
+    found = chosen(config_of(folder, heads=glide), folder, one_model=True)
     assert str(found) == "mode auto drafts with glide, suffix: a trained head was given"
 
 
@@ -88,6 +91,32 @@ def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
     assert choice.reason.startswith("quantizing takes about") and "run once with --mode share" in choice.reason
     Runtime(replace(config, mode="share"))
     assert chosen(config, folder).drafters == ("share", *TABLES), "solutions are on disk now"
+
+
+@pytest.mark.parametrize("names", [["eagle", "share"], ["eagle"]], ids=["memory for both", "memory for one"])
+def test_hybrid_and_auto_mix_the_same_models(
+    folder: Path,
+    tmp_path: Path,
+    pays: None,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    close_after: list[Runtime],
+) -> None:
+    """Without the memory for quantized copies next to a head, it drafts alone, and nothing is offloaded for them."""
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 10**8)
+    head = str(make_head(tmp_path / "head", decoder_config(folder), "eagle"))
+    enough = config_of(folder, heads=(head,), offload=OffloadConfig(host_memory=10**9))
+    alone = planned(replace(enough, auto_drafters=("eagle", "suffix")), "naive", "auto").plan
+    limit = 10**9 if len(names) > 1 else alone.device_bytes + alone.slot
+    config = replace(enough, offload=OffloadConfig(host_memory=limit))
+    runtime = Runtime(config, ("naive", "hybrid", "auto"))
+    close_after.append(runtime)
+    assert runtime.streamed is None
+    for mode in ("hybrid", "auto"):
+        drafter = in_mode(runtime, mode).modes[mode].drafter
+        assert drafter is not None and [model.name for model in drafter.models] == names
+    found = texts(runtime, ("naive", "hybrid", "auto"))
+    assert all(found[mode, t] == found["naive", t] for mode in ("hybrid", "auto") for t in (0.0, 1.0))
 
 
 def check(runtime: Runtime, drafters: tuple[str, ...]) -> str:

@@ -7,8 +7,9 @@ from sharesd.drafters.registry import DrafterSpec, Need, Support
 def members(config: EngineConfig) -> tuple[str, ...]:
     """Return the drafters that are mixed: those given, or a head if one exists, else the target itself, and tables.
 
-    A quantized copy of a target that runs on stored weights would be no smaller than these, so it could not draft
-    faster. There more tables are mixed instead.
+    Where quantized copies of the target pay next to the head, they are mixed as in mode `auto`, once that has chosen.
+    Copies of a target that runs on stored weights would be no smaller than these, so they could not draft faster. There
+    more tables are mixed instead.
     """
     from sharesd.drafters import registry, selection
 
@@ -20,7 +21,7 @@ def members(config: EngineConfig) -> tuple[str, ...]:
     for head in dict.fromkeys((registry.names("head")[0], *config.inner_heads)):
         lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
         if not lacking and selection.has_head(config, head):
-            return head, *tables("head")
+            return config.auto_drafters if head in config.auto_drafters else (head, *tables("head"))
     return (
         tables("self") if config.dequantize is False else (selection.needing(Need.QUANTIZED_TARGET)[0], *tables("head"))
     )
