@@ -134,10 +134,9 @@ class RecordedModel(Drafter):
         if scorer:
             best = {row: grown[row].best(num) for row in scorer.rows}
             counted = list(best.values())
-            by_node = [[scores[node] for _, _, scores, _ in counted] for node in range(num)]
+            by_node = zip(*(scores for _, _, scores, _ in counted), strict=True)
             num = scorer.num_tree_nodes_worth([sum(node) / len(node) for node in by_node])
-            raws = [raw[:num] for _, _, _, raw in counted]
-            scorer.set_tree(raws, [parents[:num] for _, parents, _, _ in counted], by_node[:num])
+            scorer.set_tree([raw[:num] for _, _, _, raw in counted], [parents[:num] for _, parents, _, _ in counted])
         rows = []
         for row in range(context.first, context.end):
             tokens, parents, scores, _ = grown[row].best(num) if row in grown else ([], [], [], [])

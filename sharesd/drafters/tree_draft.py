@@ -129,11 +129,9 @@ class TreeDraft:
         record_best_nodes(self._nodes, self._draft_probs_BC, self._branching, self._best)
         draft_probs, accept_probs, parents = (part[:, :max_nodes].tolist() for part in self._best)
         rows = self._lines(scorer)
-        accept_probs_by_node = list(zip(*(accept_probs[row] for row in rows), strict=True))
-        num = scorer.num_tree_nodes_worth([sum(node) / len(rows) for node in accept_probs_by_node])
-        scorer.set_tree(
-            [draft_probs[row][:num] for row in rows], [parents[row][:num] for row in rows], accept_probs_by_node[:num]
-        )
+        by_node = zip(*(accept_probs[row] for row in rows), strict=True)
+        num = scorer.num_tree_nodes_worth([sum(node) / len(rows) for node in by_node])
+        scorer.set_tree([draft_probs[row][:num] for row in rows], [parents[row][:num] for row in rows])
         return num
 
     def _lines(self, scorer: DraftScorer) -> list[int]:

@@ -11,7 +11,7 @@ Trials of what seems worse are paid from a purse that half a percent of the toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from math import inf
 from typing import NamedTuple
@@ -136,6 +136,11 @@ class Policy:
         plain, (tokens, seconds) = self.live.step(1), self._done
         return max(1.0, (tokens + RATE_PRIOR) / (seconds / plain + RATE_PRIOR)) / plain
 
+    def _price(self) -> Callable[[int], float]:
+        """Return a function of the number of tokens in a step: tokens that its time is worth."""
+        rate, step = self.rate, self.live.step
+        return lambda width: rate * step(width)
+
     @property
     def plain_value(self) -> float:
         return 1 - self.rate * self.live.step(1) if self.live.is_measured else 0.0
@@ -249,7 +254,7 @@ class Policy:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
             self.scorer = self._scorers[shape.kind]
-            self.scorer.begin(self.counted_rows, self.rate, self.live.draft_step(shape), self.live.step)
+            self.scorer.begin(self.counted_rows, self.rate * self.live.draft_step(shape), self._price())
         return shape
 
     def _with_window(self, pinned: DraftShape) -> DraftShape:
@@ -306,7 +311,7 @@ class Policy:
             return longest, 1 + gains[-1]
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
-        best, value = num_worth(gains, self.rate, self.live.step, longest if self.pinned is not None else 0)
+        best, value = num_worth(gains, self._price(), longest if self.pinned is not None else 0)
         return best, 1 + value
 
     def _gains_of_tables(self, scores: Sequence[Sequence[float]], num: int) -> list[float]:
@@ -444,5 +449,5 @@ class Policy:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:
                 kind.record(self._age, len(path), shape.depth, min(num_nodes, shape.nodes))
-            if scorer is not None and len(scorer.accept_probs) == num_nodes:
+            if scorer is not None and scorer.num_nodes == num_nodes:
                 scorer.record(drafted)

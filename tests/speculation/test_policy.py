@@ -618,7 +618,7 @@ def test_of_two_models_the_one_that_loses_is_left_out(alphas: dict[str, float]) 
 def test_a_few_unlucky_drafts_do_not_end_all_others_early() -> None:
     scorer, lengths = DraftScorer(0.8), list[int]()
     for number in range(200):
-        scorer.begin([0], worth=1.0, draft_step_s=0.4, step_seconds=lambda width: 1.0)
+        scorer.begin([0], step_price=0.4, price=lambda width: 1.0)
         num = 1
         scorer.add_token([0.9])
         while num < 6 and scorer.should_continue(num):
@@ -677,7 +677,7 @@ def grown(policy: Policy, costs: Costs, rounds: int) -> tuple[float, list[DraftS
         nodes = siblings * depth
         if policy.scorer and is_tree:
             assert 0 < policy.scorer.num_tree_nodes_worth(accept_probs) <= nodes
-            policy.scorer.set_tree([said], [parents], [[each] for each in accept_probs])
+            policy.scorer.set_tree([said], [parents])
         done = DraftShape(depth, nodes)
         draft_s, step_s = costs.of_draft(done), costs.of_step(1 + nodes)
         policy.record(policy.decision(), tree_of(done), [path], draft_s, step_s, 1 + accepted)
