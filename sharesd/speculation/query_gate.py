@@ -6,23 +6,27 @@ between two rounds or between draft and verification, where it would do somethin
 
 from __future__ import annotations
 
-from math import inf
+from collections import deque
+from statistics import median_low
 
 from sharesd.speculation.draft_tree import NO_DRAFT
 
 MEMORY = 64
 """Queries that the mean gain reaches back."""
+WAITS = 16
+"""Last times whose median counts: a stall of the host does not last."""
 
 
 class QueryGate:
-    """Running means of what a query of tables gains and takes."""
+    """What a query of tables gains and takes."""
 
     def __init__(self) -> None:
         self.gain, self.seconds = 0.0, 0.0
-        """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
+        """Mean tokens that a query adds to a round, and its usual seconds without the machine's drift."""
         self.last_model_draft = NO_DRAFT
         """A model's last draft in a round that queried tables."""
-        self._waits = {True: _Wait(), False: _Wait()}  # by whether the round was launched before the query
+        # By whether the round was launched before the query.
+        self._waits = {launched_before: deque[float](maxlen=WAITS) for launched_before in (False, True)}
 
     def pays(self, rate: float) -> bool:
         """Return True if a query gains more than it costs; `rate`: tokens per second that time is worth."""
@@ -40,24 +44,11 @@ class QueryGate:
 
     def record_seconds(self, seconds: float, launched_before: bool = False) -> None:
         """Record how long a query took, or a GPU waited for it; `launched_before`: the round was launched before it."""
-        self._waits[launched_before].record(seconds)
+        self._waits[launched_before].append(seconds)
         coming = self._waits[bool(self.last_model_draft.nodes)]  # a round after a model's draft is launched before it
-        self.seconds = (coming if coming.num else self._waits[launched_before]).mean
+        self.seconds = median_low(coming or self._waits[launched_before])
 
     @property
     def wait_if_first(self) -> float:
-        """Mean seconds that a GPU waited where tables were queried before a draft; 0: it never did."""
-        return self._waits[False].mean
-
-
-class _Wait:
-    """Running mean of times, each as far as the next one repeats it: a stall of the host does not last."""
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self._last, self.num = inf, 0
-
-    def record(self, seconds: float) -> None:
-        repeated, self._last = min(seconds, self._last), seconds
-        self.num = min(16, self.num + 1)
-        self.mean = repeated if self.num <= 2 else self.mean + (repeated - self.mean) / self.num
+        """Usual seconds that a GPU waited where tables were queried before a draft; 0: it never did."""
+        return median_low(self._waits[False]) if self._waits[False] else 0.0
