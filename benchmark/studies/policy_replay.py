@@ -223,7 +223,6 @@ def costs_of(cell: Cell) -> Costs:
         step={width: PLAIN * step for width, step in STEPS[cell.machine].items()},
         step_slot={width: PLAIN * (1e-4 + 1.7e-4 * (width - 1) / 8) for width in STEPS[cell.machine]},
         drafts=drafts,
-        read={model: READ * PLAIN for model in cell.models if model == "eagle"},
     )
     if cell.rows == 1:
         return costs
@@ -272,7 +271,9 @@ def _play_start(cell: Cell, records: Sequence[Mapping[str, DraftRecords]], dice:
     drafts = {kind: replace(cost, step=disturbed(cost.step)) for kind, cost in costs.drafts.items()}
     start = _dearer(replace(costs, step=step, drafts=drafts), cell.start_factor)
     power, shapes = draft_policy.SAMPLED if cell.temperature else 1.0, shapes_of(3, 6, 8) if stops else chains(8)
-    models = [RecordedModel(model, shapes, PRIORS[model] ** power) for model in cell.models]
+    models = [
+        RecordedModel(model, shapes, PRIORS[model] ** power, READ * PLAIN * (model == "eagle")) for model in cell.models
+    ]
     drafter: Drafter
     if cell.table:
         corpus = open_datastore(EMBEDDED_CORPUS) if cell.corpus else None

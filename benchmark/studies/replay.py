@@ -72,8 +72,11 @@ class RecordedModel(Drafter):
 
     branching = 3
 
-    def __init__(self, name: str, shapes: Sequence[DraftShape], prior: Any) -> None:
-        self.name = name
+    def __init__(self, name: str, shapes: Sequence[DraftShape], prior: float, read: float = 0.0) -> None:
+        """`read`: seconds of reading a token that it missed. The first step of a draft reads a few."""
+        self.name, self._read_token_s = name, read
+        self.read_s = 0.0
+        """What reading took before the last draft."""
         self.shapes, self.trees, self.prior = shapes, shapes[-1].is_tree, prior
         self.records: Mapping[int, DraftRecords] = {}
         """Record of each row."""
@@ -81,15 +84,12 @@ class RecordedModel(Drafter):
         """Place (emitted tokens - 1) of each row that is alive."""
         self._read: dict[int, int] = {}  # places of the rows' last drafts
 
-    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        """As a head counts them: the first step of a draft reads a few."""
-        missed = (self.rows[row] - self._read.get(row, 0) for row in texts)
-        return sum(num for num in missed if num > self.shapes[-1].nodes)
-
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         self._read[row] = 0
 
     def catch_up(self, texts: Mapping[int, list[int]], *_: Any, **__: Any) -> None:
+        missed = (place - self._read.get(row, 0) for row, place in self.rows.items())
+        self.read_s = self._read_token_s * sum(num for num in missed if num > self.shapes[-1].nodes)
         self._read |= self.rows
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
@@ -231,14 +231,10 @@ def play(
         if not rests:
             shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
         if shape.nodes:
-            num_unread_tokens = drafter.num_unread_tokens(alive)
             drafter.catch_up(alive, False)
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]
-            if not drafter.runs_on_host:
-                tree = tree.with_record(num_unread_tokens=num_unread_tokens)
-        base = machine.costs.of_draft(policy.shape_of(tree), slots) + (
-            tree.record.num_unread_tokens * machine.costs.read.get(tree.record.drafter, 0.0)
-        )
+        base = machine.costs.of_draft(policy.shape_of(tree), slots)
+        base += sum(model.read_s for model in drafter.models if model.name == tree.record.drafter)  # type: ignore[attr-defined]
         decision = RESTING if rests else policy.decision(is_plain=not tree.tokens.shape[1])
         base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)

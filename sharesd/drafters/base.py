@@ -119,14 +119,6 @@ class Drafter:
     def read(self, row: int, tokens: list[int]) -> None:
         """Read the row's text up to here; `tokens` has all of it, from the start."""
 
-    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        """Return tokens to read before a draft's first step."""
-        return 0
-
-    def time_catch_up(self, context: DraftContext, num: int) -> bool:
-        """Time reading of `num` tokens; return False if nothing is read."""
-        return False
-
     def catch_up(
         self,
         texts: Mapping[int, list[int]],

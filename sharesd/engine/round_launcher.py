@@ -175,11 +175,8 @@ class RoundLauncher:
         marks = [self._clock.mark()]
         if shape.nodes:
             assert drafter is not None
-            num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.opted_out_rows, _max_pending_tokens(previous))
             tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
-            if tree.record.num_steps and num_unread_tokens:
-                tree = tree.with_record(num_unread_tokens=num_unread_tokens)
             marks.append(self._clock.mark())
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)

@@ -80,8 +80,6 @@ class Costs:
     """Seconds that each live slot, mean of rows, adds to a step."""
     drafts: dict[DraftKind, DraftCost] = field(default_factory=dict)
     """Costs of models' drafts; none if tables draft."""
-    read: dict[str, float] = field(default_factory=dict)
-    """Seconds of reading one token that a drafter missed, by drafters that have to."""
     growth: Callable[[float], float] = field(default=proportional, compare=False)
     """How the time of a step grows with its tokens between measured ones, see `Decoder.growth`."""
 
@@ -279,10 +277,6 @@ class LiveCosts:
         """Return seconds of a draft step, or level, that is not the first, without the drift."""
         cost = self.table.drafts.get(shape.kind)
         return cost.of_step(shape.window, self.context) if cost else 0.0
-
-    def read(self, drafter: str) -> float:
-        """Return seconds of reading one token that a drafter missed, without the drift."""
-        return self.table.read.get(drafter, 0.0)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
         """Return a round's plain steps by start costs, which stalls cannot change."""

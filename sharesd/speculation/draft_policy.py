@@ -348,8 +348,7 @@ class Policy:
         num_nodes = tree.tokens.shape[1]
         if not self.live.is_measured or not num_nodes:
             return self.live.step(1) if self.live.is_measured else 1.0
-        catch_up = tree.record.num_unread_tokens * self.live.read(tree.record.drafter)
-        return catch_up + self.live.draft(self.shape_of(tree)) + self.live.step(1 + num_nodes)
+        return self.live.draft(self.shape_of(tree)) + self.live.step(1 + num_nodes)
 
     def shape_of(self, tree: DraftTree) -> DraftShape:
         """Return the shape of a model's draft; few nodes of a tree have cost its levels all the same."""
@@ -421,14 +420,12 @@ class Policy:
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
             shape = self.shape_of(tree)
-            unread_s = tree.record.num_unread_tokens * live.read(shape.drafter) * live.drift
             if paths:
                 self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
                 draft_s = live.draft(shape) * live.drift
-            # Where reading missed tokens took most of the time, it says little about the draft.
-            other_s = unread_s + self.gate.seconds * live.drift * (decision.has_queried and wait_s is None)
-            live.record(shape, 1 + num_nodes, draft_s - other_s if other_s < draft_s / 2 else 0.0, step_s)
+            query_s = self.gate.seconds * live.drift * (decision.has_queried and wait_s is None)
+            live.record(shape, 1 + num_nodes, max(0.0, draft_s - query_s), step_s)
         if paths:
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried

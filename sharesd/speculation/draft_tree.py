@@ -97,8 +97,6 @@ class DraftRecord(NamedTuple):
     """Number of nodes, at the end, that tables added to a model's draft."""
     filler: str = ""
     """Names of those tables."""
-    num_unread_tokens: int = 0
-    """Tokens that the model had missed, and read before this draft."""
     drafted_ahead: bool = False
     """True if it was drafted while the last draft was verified."""
     path_probs: Sequence[Sequence[float]] = ()

@@ -26,7 +26,7 @@ def fit_costs(
 ) -> Costs:
     """Fit lines through times at two contexts, not falling with width.
 
-    `ratios`: times over those of plain steps, by what was timed, width, depth or tokens read, and True if far. `bases`:
+    `ratios`: times over those of plain steps, by what was timed, width or depth, and True if far. `bases`:
     seconds of plain steps. `near`, `far`: live slots of the contexts; None if far was not measured. `single_pass`:
     drafters of which a draft takes one step.
     """
@@ -55,9 +55,6 @@ def fit_costs(
         each = min(first, (last - first) / (num - 1)) if last > first else last / num
         begin = first - each if len(depths) > 1 else 0.0
         costs.drafts[kind] = DraftCost(each, begin, slot / num, kind.drafter in single_pass)
-    for timed, num, is_far in ratios:
-        if isinstance(timed, str) and timed != STEP and not is_far:
-            costs.read[timed] = plain[False] * median(ratios[timed, num, False]) / num
     return costs
 
 
@@ -94,16 +91,15 @@ def load_costs(kept: JsonCache) -> Costs | None:
 
 def _checked(found: dict[str, Any]) -> Costs:
     step, step_slot = ({int(width): float(s) for width, s in found[name].items()} for name in ("step", "step_slot"))
-    read = {drafter: float(seconds) for drafter, seconds in found["read"].items()}
     drafts = {DraftKind(*kind): DraftCost(**cost) for kind, cost in found["drafts"]}
     rates = [seconds for cost in drafts.values() for seconds in (cost.step, cost.begin, cost.slot)]
-    if min(step.values()) <= 0 or min([0.0, *rates, *step_slot.values(), *read.values()]) < 0:
+    if min(step.values()) <= 0 or min([0.0, *rates, *step_slot.values()]) < 0:
         raise ValueError("times must be positive")
     if 1 not in step or step.keys() != step_slot.keys():
         raise ValueError("a width is missing")
-    return Costs(step=step, step_slot=step_slot, drafts=drafts, read=read)
+    return Costs(step=step, step_slot=step_slot, drafts=drafts)
 
 
 def save_costs(kept: JsonCache, measured: Costs) -> None:
     drafts = [(kind, asdict(cost)) for kind, cost in measured.drafts.items()]
-    kept.keep({"step": measured.step, "step_slot": measured.step_slot, "drafts": drafts, "read": measured.read})
+    kept.keep({"step": measured.step, "step_slot": measured.step_slot, "drafts": drafts})

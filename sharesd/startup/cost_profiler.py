@@ -36,8 +36,6 @@ SLOWER = 1.3
 """Ratio of a kept plain step's time to a new one from which kept costs are discarded."""
 SHARE_OF_LONGEST = 4
 """Ratio of the longest to the shortest timed draft if offloaded."""
-MISSED = 64
-"""Tokens that a drafter reads together while catching up is timed."""
 FAR = 2048
 """Largest number of live slots at which rounds are timed."""
 SAMPLE_BYTES = 2**29
@@ -297,8 +295,6 @@ def _timers(
             depths = (1,) if model.single_pass else (last,) if once else (1, last)
             for depth in dict.fromkeys(depths):
                 timers[shape.kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
-        if not completes and model.time_catch_up(context, MISSED):
-            timers[model.name, MISSED] = partial(sample.seconds, partial(model.time_catch_up, context, MISSED))
     return timers
 
 

@@ -155,7 +155,6 @@ class Recorded:
             "supports_async": True,
             "needs_catch_up": False,
             "commits_plain_rounds": False,
-            "num_unread_tokens": lambda texts: 0,
         }
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=8, trees=True)

@@ -269,28 +269,6 @@ def test_logits_over_fewer_tokens_choose_what_those_over_all_do(params: Sampling
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_policy_is_told_what_was_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And reading it again for the clock changes nothing."""
-    target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, "eagle3"), target)
-    policy, drafter = engine.variant(GREEDY).policy, engine.drafter
-    assert isinstance(drafter, EagleDrafter)
-    pinned = policy.pinned
-    request = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=60))
-    num_unread_tokens = list[int]()
-    monkeypatch.setattr(policy, "record", lambda _, tree, *__: num_unread_tokens.append(tree.record.num_unread_tokens))
-    for step in range(60):
-        policy.pinned = pinned._replace(depth=0, nodes=0) if step < 9 else pinned  # type: ignore[union-attr]
-        if step == 12:
-            round_ = engine.variant(GREEDY).round()
-            assert drafter.time_catch_up(round_.context, 20)
-        if not engine.step():
-            break
-    assert max(num_unread_tokens) == num_unread_tokens[8] >= 5 and num_unread_tokens[9] == 0, num_unread_tokens
-    want = texts(new_engine(target), [PROMPTS[1]], SamplingParams(max_new_tokens=60))
-    assert [request.tokens[len(PROMPTS[1]) :]] == want
-
-
 def config_of(target: Path, head: Path, quant: str | None = None, **options: Any) -> EngineConfig:
     given = {"target": str(target), "heads": (str(head),), "device": "cpu", "max_context": 128, "num_draft": 3}
     quantized: Any = quant and QuantConfig.parse(quant)

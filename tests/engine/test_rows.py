@@ -211,7 +211,7 @@ def test_where_nothing_can_pay_rounds_touch_neither_policy_nor_drafter(
         monkeypatch.setattr(owner, name, called)
 
     for owner, names in {
-        engine.drafter: ("catch_up", "draft", "commit", "on_host_result", "num_unread_tokens"),
+        engine.drafter: ("catch_up", "draft", "commit", "on_host_result"),
         policy: ("next_shape", "should_query_tables", "decision", "end_rest"),
         policy.live: ("record",),
     }.items():

@@ -503,7 +503,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     [file] = settings.iterdir()
     entry = json.loads(file.read_text())
     wanted = made_costs({1: 1e-9, 9: 2e-9}, 3e-9, 4e-9, step_slot={1: 0.0, 9: 0.0}, drafters=["share"])
-    kept = {"step": wanted.step, "step_slot": wanted.step_slot, "read": {}}
+    kept = {"step": wanted.step, "step_slot": wanted.step_slot}
     kept["drafts"] = [(kind, asdict(cost)) for kind, cost in wanted.drafts.items()]
     file.write_text(json.dumps(entry | {"value": kept}))
     with monkeypatch.context() as patch:
@@ -515,17 +515,6 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
         assert 0 < costs_of(Runtime(config, ("share",))).step[1] < 7
     assert "is replaced" in caplog.text
     assert costs_of(runtime, "suffix").step and costs_of(runtime, "hybrid").step
-
-
-def test_reading_what_was_missed_is_no_fault_of_a_draft() -> None:
-    costs = made_costs({1: 1.0, 9: 1.2}, 0.1, read={"": 0.02})
-    policy = Policy(chains(8), costs=costs)
-    live(policy, costs, {False: 0.7}, 100)
-    draft_s = policy.live.draft(chain(4))
-    for _ in range(20):
-        tree = tree_of(chain(4)).with_record(num_unread_tokens=100)
-        policy.record(policy.decision(), tree, [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
-    assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)
 
 
 def test_steps_through_a_link_are_hardly_ever_plain() -> None:

@@ -65,18 +65,6 @@ class EagleDrafter(Drafter):
             self._read(self._tokens_BS[row : row + 1], target, end - first, own)
         cached_ids += tokens[len(cached_ids) :]
 
-    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        missing = (len(text) - len(self.cache.cached_ids[row]) for row, text in texts.items())
-        return sum(num - 1 for num in missing if num > self._max_lead)
-
-    @torch.inference_mode()
-    def time_catch_up(self, context: DraftContext, num: int) -> bool:
-        row, target = context.first, self._target.rows(context.first, context.first + 1)
-        ahead = self.cache.rows(row, row + 1).draft_view()
-        ahead.lengths.copy_(target.lengths.clamp(max=target.slots - num - 1))
-        self._read(self._tokens_BS[row : row + 1], target, num, ahead)
-        return True
-
     def _read(self, tokens_BS: Tensor, target: StaticKVCache, num: int, own: StaticKVCache) -> None:
         """Read `num` places with the head."""
         assert target.features is not None

@@ -126,10 +126,9 @@ class HybridDrafter(Drafter):
         if not shape.nodes:
             return context.buffers.no_draft
         model, self._idle[shape.drafter] = self._models[shape.drafter], 0
-        num_unread_tokens = model.num_unread_tokens(self._texts)
         model.catch_up(self._texts, idle[shape.drafter] > 0, coming=self._coming)
         before = context.clock.mark() if context.graphs else None
-        draft = checked_draft(model, context, shape).with_record(num_unread_tokens=num_unread_tokens)
+        draft = checked_draft(model, context, shape)
         return draft if before is None else draft.with_record(model_marks=(before, context.clock.mark()))
 
     def late_nodes(
