@@ -12,7 +12,7 @@ Trials of what seems worse are paid from a purse that half a percent of the toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from math import inf
 from typing import NamedTuple
 
@@ -289,14 +289,6 @@ class Policy:
         missing = 0.0 if self.gate.pays(1 / plain) else self.gate.seconds / plain - self._query_purse
         self._until_trial.append(missing / EXPLORED)
         return queries
-
-    def min_table_score(self) -> float:
-        """Return the score that a node of tables needs if it has the cheapest row of a step."""
-        if self.pinned is not None or not self.live.is_measured:
-            return 0.0
-        steps = [self.live.step(1 + num) for num in range(1 + self.max_nodes())]
-        cheapest = min((after - before for before, after in pairwise(steps)), default=0.0)
-        return self.rate * cheapest
 
     def num_table_nodes_worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
         """Return how many table nodes are worth verifying, and the value of doing so.

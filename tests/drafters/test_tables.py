@@ -105,8 +105,6 @@ def test_grow_takes_the_most_probable_nodes() -> None:
     assert proposal.parents == [-1, -1, 1, 0, 0]
     assert len(grow(99, (), children)[0].tokens) == 6
     assert grow(0, (), children)[0] == Proposal([], [], [])
-    assert grow(5, (), children, min_score=0.25)[1] == [(0,), (1,), (1, 0)]
-    assert grow(5, (), children, min_score=0.99)[1] == [(0,)], "or it could never turn out to be good"
     rng = np.random.default_rng(0)
     by_state = {i: rng.dirichlet([0.3] * 5).tolist() for i in range(7)}
 

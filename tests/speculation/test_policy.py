@@ -370,15 +370,6 @@ def test_what_a_query_takes_is_no_cost_of_the_draft_after_it() -> None:
     assert policy.costs.chain.step == pytest.approx(0.1, rel=0.02)
 
 
-def test_nodes_of_tables_that_no_width_pays_for_are_left_out() -> None:
-    """Whatever the others are: 0.1 of a plain step is the cheapest row."""
-    costs = Costs({1: 1.0, 2: 1.3, 3: 1.4, 9: 2.6})
-    policy = Policy(chains(8), costs=costs)
-    assert policy.min_table_score() == pytest.approx(0.1)
-    assert policy.num_table_nodes_worth([[0.9, 0.11]])[0] == 2 and policy.num_table_nodes_worth([[0.9, 0.09]])[0] == 1
-    assert Policy(chains(8), costs=costs, pinned=chain(3)).min_table_score() == 0.0
-
-
 def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
 

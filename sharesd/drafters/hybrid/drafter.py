@@ -183,8 +183,6 @@ class HybridDrafter(Drafter):
 
     def _ask(self, context: DraftContext, row: int, num_nodes: int) -> Proposal:
         V = context.sampler.vocab_size
-        for table in self.tables:
-            table.min_score = context.policy.min_table_score()
         return merge([check_proposal(t.name, t.propose(row, num_nodes), num_nodes, V) for t in self.tables])
 
     def commit(

@@ -87,7 +87,7 @@ class RecycleTable(Table):
         if root is None:
             assert row in self._last, f"row {row} has not begun"
             return empty_proposal()
-        self._last[row] = grow(budget, (root, -1, 0), self._children, self.min_score)
+        self._last[row] = grow(budget, (root, -1, 0), self._children)
         return self._last[row][0]
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:

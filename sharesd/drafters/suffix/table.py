@@ -171,7 +171,6 @@ class SuffixTable(Table):
             budget,
             root,
             lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors),
-            self.min_score,
         )
         return state.last
 

@@ -21,8 +21,6 @@ class Table:
     """
 
     name: str
-    min_score = 0.0
-    """Score that pays for a node's verification: all nodes but the best may be left out up to it."""
 
     @property
     def num_successors(self) -> int:
@@ -78,12 +76,9 @@ class HitRates:
 
 
 def grow(
-    budget: int,
-    root: State,
-    children: Callable[[State, float], Iterable[tuple[float, int, State]]],
-    min_score: float = 0.0,
+    budget: int, root: State, children: Callable[[State, float], Iterable[tuple[float, int, State]]]
 ) -> tuple[Proposal, list[State]]:
-    """Return the `budget` most probable nodes of a tree, and their states: the best one, and others above `min_score`.
+    """Return the `budget` most probable nodes of a tree, and their states.
 
     `children(state, least)` gives (probability given the parent, token, state) of each child, with distinct tokens; it
     may leave out children of at most `least`. Ties go to the node found first.
@@ -102,10 +97,8 @@ def grow(
                 heapreplace(best, below_score)
                 heappush(heap, (-below_score, found, (token, at, below)))
                 found += 1
-        if not heap or (tokens and -heap[0][0] <= min_score):
+        if not heap:
             break
-        if not tokens:
-            best = [max(each, min_score) for each in best]
         at = len(tokens)
         negative, _, (token, parent, state) = heappop(heap)
         score = -negative
