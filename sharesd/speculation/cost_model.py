@@ -150,11 +150,10 @@ class _Place:
             parts = self.parts[width] = self.table.interpolation(width)
         return parts
 
-    def walk(self, rounds: int = 1) -> None:
+    def walk(self) -> None:
         """Doubt more: machine and entries change from round to round."""
-        self.drift_variance += rounds * MACHINE_WALK**2
-        more = rounds * ENTRY_WALK**2
-        self.variances = {key: variance + more for key, variance in self.variances.items()} | {1: 0.0}
+        self.drift_variance += MACHINE_WALK**2
+        self.variances = {key: variance + ENTRY_WALK**2 for key, variance in self.variances.items()} | {1: 0.0}
 
     def suspect(self, is_plain: bool) -> None:
         """Suspect the drift more after each draft, and not at all after two plain steps in a row."""
@@ -242,10 +241,6 @@ class LiveCosts:
     def drift(self) -> float:
         """Factor by which the machine is slower than the table."""
         return self._now.drift
-
-    def walk(self, rounds: int) -> None:
-        """Doubt more after rounds that were not recorded."""
-        self._now.walk(rounds)
 
     @property
     def plain_is_due(self) -> bool:

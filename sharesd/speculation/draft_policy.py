@@ -32,8 +32,8 @@ FRESH = 4
 """Rounds after which expectations are computed again."""
 NEW_TEXT = 60
 """Rounds that a new text counts as: those of earlier texts count less."""
-RATE_DECAY, RATE_PRIOR = 0.97, 8
-"""Fading of rounds in the mean rate (about the last 33 count), and rounds at the rate of plain steps before them."""
+RATE_DECAY = 0.97
+"""Fading of rounds in the mean rate: about the last 33 count."""
 SAMPLED = 4 / 3
 """Power of the prior where tokens are sampled: 0.8 of quantized copies is 0.74 then, 0.5 of heads 0.4."""
 PRIOR = 0.5
@@ -103,14 +103,13 @@ class Policy:
         self.is_adaptive = self.pinned is None
         """False if the shape was pinned when costs were set."""
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
-        self._num_rounds = 0
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[DraftKind, int], AcceptanceEstimator] = {}  # by kind and window
         self._scorers = {shape.kind: DraftScorer(self._prior(shape)) for shape in self.shapes}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
         self._given_up: float | None = None  # value of what the coming round is tried instead of
-        self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
+        self._options: tuple[object, list[_Option]] = None, []  # by what they depend on
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
@@ -133,8 +132,8 @@ class Policy:
     @property
     def rate(self) -> float:
         """Tokens per second that time is worth: those of the last rounds, and at least those of plain steps."""
-        plain, (tokens, seconds) = self.live.step(1), self._done
-        return max(1.0, (tokens + RATE_PRIOR) / (seconds / plain + RATE_PRIOR)) / plain
+        tokens, seconds = self._done
+        return max(1 / self.live.step(1), tokens / seconds if seconds else 0.0)
 
     def _price(self) -> Callable[[int], float]:
         """Return a function of the number of tokens in a step: tokens that its time is worth."""
@@ -177,11 +176,10 @@ class Policy:
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
-        key = self.live.version, self.max_round_cost
-        if self._options[0] != key or self._age >= self._options[1]:
-            until = self._age + min(FRESH, 1 + self._num_rounds // 8)  # at first each round tells much
-            self._options = key, until, list(map(self._option, self._allowed_shapes()))
-        return self._options[2]
+        key = self.live.version, self.max_round_cost, self._age // FRESH
+        if self._options[0] != key:
+            self._options = key, list(map(self._option, self._allowed_shapes()))
+        return self._options[1]
 
     def next_shape(self, may_explore: bool = True, to_beat: float = -inf) -> DraftShape:
         """Return the shape of a model's coming draft; NO_DRAFT: none.
@@ -359,7 +357,6 @@ class Policy:
             self._fill_purses(self._rested)
             fade = RATE_DECAY**self._rested
             self._done = fade * self._done[0], fade * self._done[1]
-            self.live.walk(self._rested)
             self._rested = 0
         return False
 
@@ -403,7 +400,6 @@ class Policy:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
         live, num_nodes = self.live, tree.tokens.shape[1]
         self._age += 1
-        self._num_rounds += 1
         if decision.has_queried and wait_s is not None:
             self.gate.record_seconds(wait_s / live.drift, tree.record.takes_late_nodes)
         elif decision.has_queried and not tree.record.num_steps:
