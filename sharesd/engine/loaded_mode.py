@@ -170,10 +170,9 @@ class LoadedMode:
         variant = self._variants.pop(kind, None)
         if variant is None:
             variant = self._new_variant(kind, auto_length=self.auto_length)
-            policies = (other.policy for other in reversed(self._variants.values()))
-            known = next((policy for policy in policies if policy.live.is_measured), None)
-            if known is not None:  # sampling is a small part of a round's time
-                variant.policy.reset(*copy.deepcopy((known.live.table, known.live.measured)))
+            if self._variants:  # sampling is a small part of a round's time
+                known = next(reversed(self._variants.values())).policy.live
+                variant.policy.reset(*copy.deepcopy((known.table, known.measured)))
         self._variants[kind] = variant
         if len(self._variants) > MAX_VARIANTS:
             del self._variants[next(iter(self._variants))]

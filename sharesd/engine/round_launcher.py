@@ -269,8 +269,6 @@ def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
         what += f", {tree.record.num_filled} of them by {tree.record.filler}"
     if policy.pinned is not None:
         why = "the draft's length is given"
-    elif not policy.live.is_measured:
-        why = "costs are not measured yet"
     else:
         why = f"value {policy.model_value:.2f} expected of a model's best choice, {policy.plain_value:.2f} of no draft"
     log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), what, why)

@@ -18,7 +18,7 @@ Drafts = list[tuple[list[int], list[int] | None, list[float | None] | None]]
 """Tokens, parents and probabilities of each row's draft."""
 NO_TOKENS: tuple[list[int], None, None] = [], None, None
 REASONS = (
-    *("no_drafter", "not_requested", "costs_not_measured", "plain_step_is_timed", "plain_is_faster"),
+    *("no_drafter", "not_requested", "plain_step_is_timed", "plain_is_faster"),
     *("tables_pause", "no_match"),
 )
 """Reasons why nothing was drafted."""

