@@ -1,4 +1,4 @@
-"""Decaying statistics of drafts: tokens accepted, by position and in all.
+"""What is accepted of drafts of one kind, by counts that fade.
 
 Counts fade with `age`: the number of rounds, and more at a new text. They fade when they are read or added to, so a
 round costs nothing where they are not used.
@@ -6,8 +6,12 @@ round costs nothing where they are not used.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
+
+import numpy as np
+
+from sharesd.speculation.draft_tree import DraftShape
 
 DECAY = 0.985
 """Factor by which counts fade in a round: about the last 67 rounds count."""
@@ -16,56 +20,54 @@ SLOW_DECAY = 0.9985
 PRIOR = 4.0
 """Weight, in drafts, of the long-run counts in an estimate."""
 
-
-class RunningMeans:
-    """Weighted means of some numbers over recent rounds."""
-
-    def __init__(self, *first: float) -> None:
-        """`first`: means before anything was added."""
-        self._recent, self._long, self._age = [0.0] * (1 + len(first)), [PRIOR * each for each in (1.0, *first)], 0
-
-    def add(self, age: int, *numbers: float) -> None:
-        kept, self._age, now = DECAY ** (age - self._age), age, (1.0, *numbers)
-        self._recent = [kept * old + new for old, new in zip(self._recent, now, strict=True)]
-        self._long = [SLOW_DECAY * old + new for old, new in zip(self._long, now, strict=True)]
-
-    def at(self, age: int) -> list[float]:
-        """Return the means."""
-        kept, usual = DECAY ** (age - self._age), PRIOR / self._long[0]
-        weight, *sums = (kept * recent + usual * long for recent, long in zip(self._recent, self._long, strict=True))
-        return [each / weight for each in sums]
+Expected = tuple[float, float, float]
+"""Accepted tokens, steps and nodes to expect of a draft."""
 
 
-class AcceptanceEstimator:
-    """Acceptance of drafts of one kind: by position, and the mean of drafts that end early."""
+class FixedDrafts:
+    """Drafts of a given length: acceptance by position."""
 
     def __init__(self, num_positions: int, alpha: float) -> None:
         """`alpha`: acceptance of a token after accepted ones, before any draft was verified."""
-        self._tried, self._kept = [0.0] * num_positions, [0.0] * num_positions  # decayed, by position
-        self._pool = (PRIOR, PRIOR * alpha)  # tries and hits at any position
+        self._tried, self._accepted = [0.0] * num_positions, [0.0] * num_positions  # by position
         self.last_age = 0
         """Age at the last draft."""
-        self.means: RunningMeans | None = None
-        """Means of accepted tokens, steps and nodes of drafts that end early; None: none was made."""
+        self._usual = PRIOR, PRIOR * alpha  # tokens tried and accepted in the long run, at any position
 
     def record(self, age: int, accepted: int, steps: int, nodes: int) -> None:
         """Count a draft: accepted tokens, steps made, nodes verified."""
-        if age > self.last_age:
-            fade = DECAY ** (age - self.last_age)
-            self._tried, self._kept = [fade * each for each in self._tried], [fade * each for each in self._kept]
-            self.last_age = age
-        tries, hits = self._pool
-        for at in range(min(accepted + 1, steps)):
-            self._tried[at] += 1
-            self._kept[at] += accepted > at
-            tries, hits = SLOW_DECAY * tries + 1, SLOW_DECAY * hits + (accepted > at)
-        self._pool = tries, hits
-        if self.means is not None:
-            self.means.add(age, accepted, steps, nodes)
+        num, fade = min(accepted + 1, steps), DECAY ** (age - self.last_age)
+        self._tried = [fade * tried + (at < num) for at, tried in enumerate(self._tried)]
+        self._accepted = [fade * before + (at < accepted) for at, before in enumerate(self._accepted)]
+        kept, (tried, before) = SLOW_DECAY**num, self._usual
+        self._usual, self.last_age = (kept * tried + num, kept * before + accepted), age
 
-    def cumulative_acceptance(self, age: int) -> list[float]:
-        """Return the probability, at each position, of acceptance up to it."""
+    def expected(self, age: int, shape: DraftShape) -> Expected:
+        """Return what to expect of a draft of this shape."""
         fade, weight = DECAY ** (age - self.last_age), 2 * PRIOR
-        prior = weight * self._pool[1] / self._pool[0]
-        counts = zip(self._kept, self._tried, strict=True)
-        return list(accumulate(((fade * hits + prior) / (fade * tries + weight) for hits, tries in counts), mul))
+        prior, counts = weight * self._usual[1] / self._usual[0], zip(self._accepted, self._tried, strict=True)
+        chances = ((fade * accepted + prior) / (fade * tried + weight) for accepted, tried in counts)
+        return sum(islice(accumulate(chances, mul), shape.depth)), shape.depth, shape.nodes
+
+
+class EndedDrafts:
+    """Drafts that end early: means of all."""
+
+    def __init__(self, *first: float) -> None:
+        """`first`: accepted tokens, steps and nodes to expect before any draft was verified."""
+        self._recent, self._usual = np.zeros(4), PRIOR * np.array([1.0, *first])
+        self.last_age = 0
+        """Age at the last draft."""
+
+    def record(self, age: int, accepted: int, steps: int, nodes: int) -> None:
+        """Count a draft: accepted tokens, steps made, nodes verified."""
+        now = 1.0, accepted, steps, nodes
+        self._recent = DECAY ** (age - self.last_age) * self._recent + now
+        self._usual = SLOW_DECAY * self._usual + now
+        self.last_age = age
+
+    def expected(self, age: int, shape: DraftShape) -> Expected:
+        """Return what to expect of a draft of this shape, the largest one of its kind."""
+        sums = DECAY ** (age - self.last_age) * self._recent + PRIOR / self._usual[0] * self._usual
+        _, accepted, steps, nodes = (sums / sums[0]).tolist()
+        return accepted, steps, nodes

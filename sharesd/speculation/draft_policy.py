@@ -16,7 +16,7 @@ from itertools import accumulate, zip_longest
 from math import inf
 from typing import NamedTuple
 
-from sharesd.speculation.acceptance_stats import AcceptanceEstimator, RunningMeans
+from sharesd.speculation.acceptance_stats import EndedDrafts, FixedDrafts
 from sharesd.speculation.cost_model import Costs, LiveCosts, guessed_costs
 from sharesd.speculation.draft_scorer import DraftScorer, num_worth
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftKind, DraftShape, DraftTree, model_shape
@@ -64,8 +64,9 @@ class _Option(NamedTuple):
     """Accepted tokens."""
     seconds: float
     """Time of the round."""
-    steps: float
-    nodes: float
+
+    def value(self, rate: float) -> float:
+        return 1 + self.gain - rate * self.seconds
 
 
 class Policy:
@@ -104,7 +105,7 @@ class Policy:
         """False if the shape was pinned when costs were set."""
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
-        self._kinds: dict[tuple[DraftKind, int], AcceptanceEstimator] = {}  # by kind and window
+        self._kinds: dict[tuple[DraftKind, int], FixedDrafts | EndedDrafts] = {}  # by kind and window
         self._scorers = {shape.kind: DraftScorer(self._prior(shape)) for shape in self.shapes}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
@@ -147,32 +148,22 @@ class Policy:
     def _prior(self, shape: DraftShape) -> float:
         return self._priors.get(shape.drafter, PRIOR)
 
-    def _kind(self, shape: DraftShape) -> AcceptanceEstimator:
+    def _kind(self, shape: DraftShape) -> FixedDrafts | EndedDrafts:
         key = shape.kind, shape.window
         if key not in self._kinds:
             # Of several branches one is accepted more often than a chain's token. It begins too high rather than too
             # low: a few drafts show that.
             alpha = self._prior(shape) + 0.7 * (1 - self._prior(shape)) * shape.is_tree
-            self._kinds[key] = AcceptanceEstimator(self._largest, alpha)
+            self._kinds[key] = FixedDrafts(self._largest, alpha)
+            if self._can_stop_early:  # before any draft: as far as the prior lets steps pay
+                shorter = (shape._replace(depth=num, nodes=num + shape.is_tree) for num in range(1, shape.depth + 1))
+                best = max(map(self._option, shorter), key=lambda option: option.value(self.rate))
+                self._kinds[key] = EndedDrafts(best.gain, *best.shape[:2])
         return self._kinds[key]
 
     def _option(self, shape: DraftShape) -> _Option:
-        kind, live = self._kind(shape), self.live
-        if kind.means is not None:
-            gain, steps, nodes = kind.means.at(self._age)
-            return _Option(shape, gain, live.draft(shape, steps) + live.step(1 + nodes), steps, nodes)
-        gains = list(accumulate(kind.cumulative_acceptance(self._age)[: shape.depth]))
-
-        def fixed(depth: int, nodes: int) -> _Option:
-            return _Option(shape, gains[depth - 1], live.draft(shape, depth) + live.step(1 + nodes), depth, nodes)
-
-        if not self._can_stop_early:
-            return fixed(*shape[:2])
-        # Before any draft: as far as the prior lets steps pay.
-        options = [fixed(depth, depth + shape.is_tree) for depth in range(1, shape.depth + 1)]
-        best = max(options, key=lambda option: option.gain - self.rate * option.seconds)
-        kind.means = RunningMeans(best.gain, best.steps, best.nodes)
-        return best
+        gain, steps, nodes = self._kind(shape).expected(self._age, shape)
+        return _Option(shape, gain, self.live.draft(shape, steps) + self.live.step(1 + nodes))
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
@@ -191,7 +182,7 @@ class Policy:
             pinned = self._with_window(self.pinned)
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         options, rate = self.options(), self.rate
-        plain, values = 1 - rate * self.live.step(1), [1 + each.gain - rate * each.seconds for each in options]
+        plain, values = self.plain_value, [each.value(rate) for each in options]
         best = max(values, default=plain)
         self.model_value = max(plain, best)
         chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
@@ -218,8 +209,7 @@ class Policy:
         return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
 
     def _pinned_value(self, pinned: DraftShape) -> float:
-        option = self._option(pinned)
-        return 1 + option.gain - self.rate * option.seconds
+        return self._option(pinned).value(self.rate)
 
     def _allowed_shapes(self) -> list[DraftShape]:
         shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]
@@ -321,8 +311,8 @@ class Policy:
         if not num:
             return False
         option, room = self._option(drafted), self.max_nodes() - drafted.nodes
-        gain = max(option.gain, self._gains_of_tables(scores, min(num, room))[-1])
-        return value - self.rate * self.gate.wait_if_first > 1 + gain - self.rate * option.seconds
+        both = option._replace(gain=max(option.gain, self._gains_of_tables(scores, min(num, room))[-1]))
+        return value - self.rate * self.gate.wait_if_first > both.value(self.rate)
 
     def max_nodes(self) -> int:
         return self._largest if self.pinned is None else self.pinned.nodes
