@@ -101,8 +101,6 @@ class Policy:
 
     def reset(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """Use these costs, and those `measured` by rows; forget everything learned from rounds."""
-        self.is_adaptive = self.pinned is None
-        """False if the shape was pinned when costs were set."""
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[DraftKind, int], FixedDrafts | EndedDrafts] = {}  # by kind and window
@@ -133,6 +131,8 @@ class Policy:
     @property
     def rate(self) -> float:
         """Tokens per second that time is worth: those of the last rounds, and at least those of plain steps."""
+        if self.pinned is not None:
+            return 0.0  # so what is drafted depends on no times
         tokens, seconds = self._done
         return max(1 / self.live.step(1), tokens / seconds if seconds else 0.0)
 
@@ -167,7 +167,7 @@ class Policy:
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
-        key = self.live.version, self.max_round_cost, self._age // FRESH
+        key = self.live.version, self.max_round_cost, self.pinned, self._age // FRESH
         if self._options[0] != key:
             self._options = key, list(map(self._option, self._allowed_shapes()))
         return self._options[1]
@@ -178,14 +178,13 @@ class Policy:
         `may_explore`: trials of drafts that seem not to pay are allowed. `to_beat`: value of the draft that tables have
         made for this round, if there is one.
         """
+        options, rate, plain = self.options(), self.rate, self.plain_value
+        values = [each.value(rate) for each in options]
+        best = max(values, default=-inf)
+        self.model_value, least = max(plain, best), to_beat if self.pinned is not None else max(plain, to_beat)
+        chosen = options[values.index(best)].shape if best > least else NO_DRAFT
         if self.pinned is not None:
-            pinned = self._with_window(self.pinned)
-            return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
-        options, rate = self.options(), self.rate
-        plain, values = self.plain_value, [each.value(rate) for each in options]
-        best = max(values, default=plain)
-        self.model_value = max(plain, best)
-        chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
+            return chosen
         if chosen.nodes and to_beat == -inf and self.live.plain_is_due:
             return self._no_draft("plain_step_is_timed", 0)
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
@@ -208,10 +207,9 @@ class Policy:
         loss = min((option.seconds / plain - 1 - option.gain for option in self.options()), default=inf)
         return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
 
-    def _pinned_value(self, pinned: DraftShape) -> float:
-        return self._option(pinned).value(self.rate)
-
     def _allowed_shapes(self) -> list[DraftShape]:
+        if self.pinned is not None:
+            return [self._with_window(self.pinned)] if self.pinned.nodes else []
         shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]
         shapes = shapes or list(self.shapes)  # all have a window
         if self._can_stop_early and self.max_round_cost != inf:
@@ -224,7 +222,7 @@ class Policy:
         return shape
 
     def _fits(self, shape: DraftShape, num_table_nodes: int = 0) -> bool:
-        if self.max_round_cost == inf:
+        if self.pinned is not None or self.max_round_cost == inf:
             return True
         return self.live.plain_steps(shape, 1 + shape.nodes + num_table_nodes) <= self.max_round_cost
 
@@ -249,21 +247,23 @@ class Policy:
     def _is_short(self, window: int) -> bool:
         return self.live.context < WINDOW_CONTEXTS * window
 
+    def _may_query(self, purse: float) -> bool:
+        """Return True if one node of tables fits, and a query pays or is a trial that this purse can pay for."""
+        return self._fits(NO_DRAFT, 1) and not self.gate.pauses(self.rate, purse)
+
     @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return self.pinned is None and self.gate.pauses(self.rate, self._query_purse)
+        return not self._may_query(self._query_purse)
 
     @property
     def tables_should_learn(self) -> bool:
-        """True if tables learn from the logits of the coming round."""
-        if self.pinned is not None:
-            return True
-        return self._fits(NO_DRAFT, 1) and not self.gate.pauses(self.rate, 2 * self._query_purse)  # a query is near
+        """True if tables learn from the logits of the coming round: a query is near."""
+        return self._may_query(2 * self._query_purse)
 
     def should_query_tables(self) -> bool:
-        """Return True if a query of tables pays and one node fits; one that seems not to pay is a trial."""
-        queries = not self.tables_pause and (self.pinned is not None or self._fits(NO_DRAFT, 1))
+        """Return True if the coming round queries tables."""
+        queries = not self.tables_pause
         self._has_queried |= queries
         if not queries:
             self.reasons["tables"] = "tables_pause"
@@ -280,12 +280,12 @@ class Policy:
         `scores`: of each counted row, in descending order.
         """
         longest = min(max(map(len, scores), default=0), self.max_nodes())
-        while self.pinned is None and longest and not self._fits(NO_DRAFT, longest):
+        while longest and not self._fits(NO_DRAFT, longest):
             longest -= 1
         gains = self._gains_of_tables(scores, longest)
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
-        best, value = num_worth(gains, self._price(), longest if self.pinned is not None else 0)
+        best, value = num_worth(gains, self._price(), 0)
         return best, 1 + value
 
     def _gains_of_tables(self, scores: Sequence[Sequence[float]], num: int) -> list[float]:
@@ -297,9 +297,7 @@ class Policy:
     def model_leads(self) -> bool:
         """True if a round is launched, on a GPU, before tables are queried: the last one's draft was a model's."""
         last = self.gate.last_model_draft
-        if not last.nodes:
-            return False
-        return self._fits(last) if self.pinned is None else self.pinned[:2] == last[:2]
+        return last.nodes > 0 and self._fits(last)
 
     def tables_lead(self, scores: Sequence[Sequence[float]], drafted: DraftShape) -> bool:
         """Return True if tables alone are worth more than a model's draft with their nodes next to it.

@@ -52,7 +52,7 @@ def warm_up(engine: Engine, mode: str, params: SamplingParams, costs: JsonCache 
             verify_all_sizes(engine, mode, params)
         elif drafter.runs_on_host:
             _verify_tree(engine, mode, params, engine.modes[mode].num_draft)
-    if policy.is_adaptive or (drafter is not None and drafter.runs_on_host):
+    if policy.pinned is None or (drafter is not None and drafter.runs_on_host):
         with START.phase("costs of rounds"):
             measured = profile_costs(engine, mode, params, costs)
         policy.reset(measured[engine.cache.batch], measured)
@@ -164,7 +164,7 @@ def _shapes(engine: Engine, mode: str, params: SamplingParams) -> list[DraftShap
     if engine.modes[mode].drafter is None:
         return [NO_DRAFT]
     policy = engine.variant(params, mode).policy
-    if not policy.is_adaptive:
+    if policy.pinned is not None:
         return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
     # A tree may have more nodes than any has tokens; where drafts end early, trees replace chains.
     longest: dict[tuple[DraftKind, int], DraftShape] = {}

@@ -221,11 +221,6 @@ def test_a_round_is_launched_as_if_there_were_no_tables_while_the_model_drafts()
         assert recorded.round() == FIRST
         setattr(place, name, False)
     assert recorded.round() == AHEAD
-    recorded = Recorded([FOUR] * 3)
-    recorded.round()
-    for pinned in (chain(3), FOUR):
-        recorded.policy.pinned = pinned
-        assert recorded.policy.model_leads == (pinned == FOUR)
 
 
 def test_nodes_of_tables_come_next_to_the_draft_whatever_it_is() -> None:
