@@ -350,7 +350,8 @@ class Policy:
         """
         made = Decision(self._has_queried, self.scorer, self._given_up)
         self._has_queried, self.scorer, self._given_up = False, None, None
-        self._rest = max(0, int(min(REST, *self._until_trial))) if is_plain and self._until_trial else 0
+        rests = is_plain and self.pinned is None and self._until_trial
+        self._rest = max(0, int(min(REST, *self._until_trial))) if rests else 0
         self._until_trial = []
         return made
 

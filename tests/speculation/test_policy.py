@@ -391,9 +391,6 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     asked(600, 0.0)
     policy._query_purse = 0.0
     assert asked(4, 0.0) == 0, "as far as the purse pays for it"
-    free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
-    free.gate.record_seconds(99.0)
-    assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
 
 
 def test_a_debt_for_a_draft_stops_no_query() -> None:
@@ -443,9 +440,12 @@ def test_a_stall_of_the_host_is_no_wait() -> None:
 
 
 def test_tables_that_are_pinned_are_always_asked() -> None:
+    """Whatever they take, and whatever they found."""
     free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
     free.gate.record_seconds(99.0)
-    assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
+    for _ in range(50):
+        assert not free.rests() and free.should_query_tables() and free.tables_should_learn
+        free.record(free.decision(is_plain=True), tree_of(NO_DRAFT), [[]], 99.0, 1.0, 1)
 
 
 def test_rows_that_lead_by_far_are_not_awaited(tmp_path: Path) -> None:
