@@ -57,7 +57,7 @@ def measure(job: Job, size: str) -> None:
         _note_step(job, runtime, "whole steps", 1 / speed)
         for mode in MODES[1:]:
             with job.part(mode):
-                costs = runtime.warm_up(mode, params).variant(params, mode).policy.costs
+                costs = runtime.warm_up(mode, params).variant(params, mode).policy.live.table
                 _note_costs(job, runtime, mode, costs)
                 _note_gains(job, llm, mode, prompt, text, params, speed)
     if job.on_gpu and job.has_time(40):
@@ -106,7 +106,7 @@ def _note_gains(
     """Time answers at each acceptance: best length by costs, then draft policy."""
     engine = llm.runtime.engine
     variant = engine.variant(params, mode)
-    policy, context, costs = variant.policy, variant.round().context, variant.policy.costs
+    policy, context, costs = variant.policy, variant.round().context, variant.policy.live.table
     for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
         best = best_length(alpha, costs, engine.modes[mode].num_draft)
         row: dict[str, Any] = {"mode": mode, "acceptance": alpha, "drafts": best}

@@ -132,7 +132,7 @@ def answer(llm: LLM, mode: Mode, prompts: Sequence[list[int]], params: SamplingP
 def _figures(
     job: Job, runtime: Runtime, mode: Mode, params: SamplingParams, found: Answers, base: Answers
 ) -> dict[str, float | None]:
-    stats, costs = found.together, runtime.engine.variant(params, mode).policy.costs
+    stats, costs = found.together, runtime.engine.variant(params, mode).policy.live.table
     speed, drafts = stats.tokens_per_second, runtime.engine.modes[mode].drafter is not None
     one, widest = costs.step.get(1), costs.step[max(costs.step)] if len(costs.step) > 1 else None
     return {

@@ -247,7 +247,7 @@ def measure(
             here = replace(params, temperature=temperature)
             policy = runtime.engine.variant(here, "share").policy
             policy.pinned = chain(TEACHER_DRAFT)
-            policy.reset(policy.costs)  # rounds are timed below, not by the warm-up
+            policy.reset(policy.live.table)  # rounds are timed below, not by the warm-up
             runtime.warm_up("share", here)
             costs.append(measure_costs(runtime.engine, "share", here)[0])
         alphas, agreement = _acceptance(llm, prompts, params, answers)

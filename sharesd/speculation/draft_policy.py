@@ -124,11 +124,6 @@ class Policy:
         self._age += NEW_TEXT
 
     @property
-    def costs(self) -> Costs:
-        """Costs for the current numbers of threads and rows."""
-        return self.live.table
-
-    @property
     def rate(self) -> float:
         """Tokens per second that time is worth: those of the last rounds, and at least those of plain steps."""
         if self.pinned is not None:
@@ -208,9 +203,11 @@ class Policy:
         return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
 
     def _allowed_shapes(self) -> list[DraftShape]:
-        if self.pinned is not None:
-            return [self._with_window(self.pinned)] if self.pinned.nodes else []
-        shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]
+        context, pinned = self.live.context, self.pinned
+        shapes = [each for each in self.shapes if not each.window or context >= WINDOW_CONTEXTS * each.window]
+        if pinned is not None:
+            windows = [each.window for each in shapes if each.drafter == pinned.drafter]
+            return [pinned._replace(window=max(windows, default=pinned.window))] if pinned.nodes else []
         shapes = shapes or list(self.shapes)  # all have a window
         if self._can_stop_early and self.max_round_cost != inf:
             shapes = [self._shortened(shape) for shape in shapes]
@@ -238,14 +235,6 @@ class Policy:
             self.scorer = self._scorers[shape.kind]
             self.scorer.begin(self.counted_rows, self.rate * self.live.draft_step(shape), self._price())
         return shape
-
-    def _with_window(self, pinned: DraftShape) -> DraftShape:
-        """Return the pinned shape, with a drafter's window in long contexts."""
-        windows = {shape.window for shape in self.shapes if shape.drafter == pinned.drafter}
-        return pinned if len(windows) < 2 or self._is_short(max(windows)) else pinned._replace(window=max(windows))
-
-    def _is_short(self, window: int) -> bool:
-        return self.live.context < WINDOW_CONTEXTS * window
 
     def _may_query(self, purse: float) -> bool:
         """Return True if one node of tables fits, and a query pays or is a trial that this purse can pay for."""

@@ -330,7 +330,7 @@ def test_guesses_are_cut_where_they_stop_paying() -> None:
     assert policy.num_table_nodes_worth([[0.9, 0.8, 0.05, 0.04]])[0] == 2
     assert policy.num_table_nodes_worth([[0.02, 0.01]])[0] == 0 and policy.num_table_nodes_worth([[]])[0] == 0
     num, value = policy.num_table_nodes_worth([[0.9, 0.5], [0.9]])
-    assert num == 2 and value == pytest.approx(1 + 0.9 + 0.25 - policy.rate * policy.costs.of_step(3))
+    assert num == 2 and value == pytest.approx(1 + 0.9 + 0.25 - policy.rate * policy.live.table.of_step(3))
     fixed = Policy(chains(16), pinned=chain(3))
     assert fixed.next_shape() == chain(3)
     assert fixed.num_table_nodes_worth([[0.02] * 9])[0] == fixed.max_nodes() == 3
@@ -366,8 +366,8 @@ def test_what_a_query_takes_is_no_cost_of_the_draft_after_it() -> None:
     draft = DraftTree(torch.zeros(1, 2, dtype=torch.int64), depth=2, record=DraftRecord("model", num_steps=2))
     for _ in range(40):
         assert policy.should_query_tables()
-        policy.record(policy.decision(), draft, [[1]], 0.2 + policy.gate.seconds, policy.costs.of_step(3), 2)
-    assert policy.costs.chain.step == pytest.approx(0.1, rel=0.02)
+        policy.record(policy.decision(), draft, [[1]], 0.2 + policy.gate.seconds, policy.live.table.of_step(3), 2)
+    assert policy.live.table.chain.step == pytest.approx(0.1, rel=0.02)
 
 
 def test_tables_that_never_gain_are_asked_now_and_then() -> None:
@@ -477,7 +477,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     settings = tmp_path / "cache" / "settings"
 
     def costs_of(runtime: Runtime, mode: Mode = "share") -> Costs:
-        return in_mode(runtime, mode).variant(SamplingParams()).policy.costs
+        return in_mode(runtime, mode).variant(SamplingParams()).policy.live.table
 
     with monkeypatch.context() as patch:
         patch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 9.0)
@@ -693,7 +693,7 @@ def test_a_tree_that_was_cut_to_a_chain_counts_as_a_tree() -> None:
     cut, took = tree_of(DraftShape(2, 2)), costs.of_draft(DraftShape(2, 3)) + costs.of_step(3)
     for _ in range(40):
         policy.record(policy.decision(), cut, [[1, 2]], costs.of_draft(DraftShape(2, 3)), costs.of_step(3), 3)
-    assert policy.expected(cut) == pytest.approx(took) and policy.costs.chain.step == 0.07
+    assert policy.expected(cut) == pytest.approx(took) and policy.live.table.chain.step == 0.07
 
 
 def test_nodes_are_verified_as_far_as_they_pay() -> None:

@@ -334,7 +334,7 @@ class TrainingRun:
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).warm_up(mode, params).variant(params).policy.costs
+        return Runtime(config).warm_up(mode, params).variant(params).policy.live.table
 
 
 def _twin(head: Learner, target: Any) -> Learner:
