@@ -27,8 +27,6 @@ BEYOND_DOUBT = 2
 PLAIN_GAP, FRESH_DRIFT, SUSPICIOUS = 128, 8, 0.5
 """Drafts after which two plain steps are timed; drafts for which the drift that they show is sure; change of the drift
 since then, as a logarithm, at which they are timed at once."""
-MOST = log(2)
-"""Most that an entry changes in a round, as a logarithm: the first steps of a width may take twice as long."""
 UNTIMED = 0.5
 """Seconds of a draft step that was not timed, in plain steps; rounds correct this as what was."""
 CONTEXT_GRID = 16
@@ -156,12 +154,6 @@ class _Place:
             parts = self.parts[width] = self.table.interpolation(width)
         return parts
 
-    def walk(self) -> None:
-        """Doubt more: machine and entries change from round to round."""
-        self.drift_variance += MACHINE_WALK**2
-        for entry in self.variances:
-            self.variances[entry] += ENTRY_WALK**2 * (entry != 1)
-
     def suspect(self, is_plain: bool) -> None:
         """Suspect the drift more after each draft, and not at all after two plain steps in a row."""
         self._plain_run = (self._plain_run + 1) * is_plain
@@ -175,8 +167,8 @@ class _Place:
         """Correct drift and entries by the error of a prediction, each by its part of the variance.
 
         An error counts as far as the next one of what was `timed` repeats it: a stall does not last. Without
-        covariances, drift takes errors of entries where all rounds draft. So a repeated error beyond doubt makes plain
-        steps due, these find the drift, and if drafts after them still contradict it, their entries are wrong.
+        covariances, drift takes errors of entries where all rounds draft. So plain steps are timed now and then, these
+        find the drift, and if drafts soon after them contradict it beyond doubt, their entries are wrong.
         """
         error, variances = log(max(seconds, 1e-9) / (predicted * self.drift)), self.variances
         last, self.errors[timed] = self.errors.get(timed), error
@@ -197,15 +189,13 @@ class _Place:
             gain = share * variances[key] / variance
             variances[key] *= 1 - share * gain
             if repeated and gain:
-                self.table.scale(key, exp(gain * max(-MOST, min(MOST, repeated))))
+                self.table.scale(key, exp(gain * repeated))
         if repeated**2 <= BEYOND_DOUBT**2 * variance:
             return
         if not parts:
             self.drift_variance, self._plain_run = START_DOUBT**2, 0
         elif self._num_drafts <= FRESH_DRIFT:
             variances.update((key, START_DOUBT**2) for key, _ in parts if key != 1)
-        else:
-            self.suspicion = 1.0
 
 
 class LiveCosts:
@@ -283,7 +273,9 @@ class LiveCosts:
     def record(self, shape: DraftShape, width: int, draft_s: float, step_s: float) -> None:
         """Correct costs by a round: seconds of drafting, and of the rest."""
         now = self._now
-        now.walk()
+        now.drift_variance += MACHINE_WALK**2
+        for entry in now.variances:
+            now.variances[entry] += ENTRY_WALK**2 * (entry != 1)
         if width == 1:
             now.correct(1, (), step_s, self.step(1))
             now.suspect(is_plain=True)

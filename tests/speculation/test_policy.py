@@ -589,7 +589,7 @@ def test_of_two_models_the_one_that_loses_is_left_out(alphas: dict[str, float]) 
         while accepted < shape.depth and dice.random() < alphas[shape.drafter]:
             accepted += 1
         chosen.append(shape.drafter)
-        times = policy.costs.of_draft(shape), costs.of_step(1 + shape.nodes)
+        times = policy.live.table.of_draft(shape), costs.of_step(1 + shape.nodes)
         tree = tree_of(shape).with_record(drafter=shape.drafter)
         policy.record(policy.decision(), tree, [range(1, 1 + accepted)], *times, 1 + accepted)
     best = max(alphas, key=lambda drafter: alphas[drafter])
