@@ -204,9 +204,10 @@ class LiveCosts:
     def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """`measured`: costs by number of rows."""
         self.measured = measured or {}
-        self.context, self.version = 0.0, 0
-        """Live slots; number that changes with the circumstances."""
-        self._asked: tuple[int, int] | None = None
+        self.context = 0.0
+        """Live slots."""
+        self.point: tuple[float, int, int] | None = None
+        """Circumstances of the coming round: slots, threads, rows."""
         self._now = _Place(deepcopy(costs), costs)
         self._places: dict[tuple[int, int], _Place] = {}
         self._forget()
@@ -215,13 +216,12 @@ class LiveCosts:
         self._steps: dict[float, float] = {}  # by width
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
-        """Set the circumstances of the coming round: slots, threads, rows."""
-        context -= context % CONTEXT_GRID
-        if context == self.context and (threads, rows) == self._asked:
+        """Set the `point`."""
+        point = context - context % CONTEXT_GRID, threads, rows
+        if point == self.point:
             return
         self._forget()
-        self.version += 1
-        self.context, self._asked = context, (threads, rows)
+        self.point, self.context = point, point[0]
         rows = next((num for num in sorted(self.measured) if num >= rows), 0)
         if (threads, rows) not in self._places:
             start = self.measured.get(rows)

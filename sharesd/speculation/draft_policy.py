@@ -162,7 +162,7 @@ class Policy:
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
-        key = self.live.version, self.max_round_cost, self.pinned, self._age // FRESH
+        key = self.live.point, self.max_round_cost, self.pinned, self._age // FRESH
         if self._options[0] != key:
             self._options = key, list(map(self._option, self._allowed_shapes()))
         return self._options[1]
@@ -367,23 +367,18 @@ class Policy:
         """
         if not self._largest or decision is RESTING:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
-        live, num_nodes = self.live, tree.tokens.shape[1]
+        live, shape = self.live, self.shape_of(tree)
         self._age += 1
         if decision.has_queried and wait_s is not None:
             self.gate.record_seconds(wait_s / live.drift, tree.record.takes_late_nodes)
         elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
-        if not num_nodes:
-            live.record(NO_DRAFT, 1, 0.0, step_s)
-        else:
-            shape = self.shape_of(tree)
-            if paths:
-                self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)
-            if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
-                draft_s = live.draft(shape) * live.drift
-            query_s = self.gate.seconds * live.drift * (decision.has_queried and wait_s is None)
-            live.record(shape, 1 + num_nodes, max(0.0, draft_s - query_s), step_s)
+        if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
+            draft_s = live.draft(shape) * live.drift
+        query_s = self.gate.seconds * live.drift * (decision.has_queried and wait_s is None)
+        live.record(shape, 1 + tree.tokens.shape[1], max(0.0, draft_s - query_s), step_s)
         if paths:
+            self._learn(decision, tree, shape, paths)
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
@@ -392,12 +387,10 @@ class Policy:
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
-    def _learn(
-        self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]], late: bool
-    ) -> None:
-        """Count what was accepted of a model's draft and of nodes of tables; `late`: these could come late."""
-        drafted = [[node for node in path if node <= shape.nodes] for path in paths]
-        if late:
+    def _learn(self, decision: Decision, tree: DraftTree, shape: DraftShape, paths: Sequence[Sequence[int]]) -> None:
+        """Count what was accepted of a model's draft, which has this shape, and of nodes of tables."""
+        num_nodes, drafted = tree.tokens.shape[1], [[node for node in path if node <= shape.nodes] for path in paths]
+        if tree.record.takes_late_nodes:
             self.gate.record_gain((sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
