@@ -182,7 +182,8 @@ class Policy:
             return chosen
         if chosen.nodes and to_beat == -inf and self.live.plain_is_due:
             return self._no_draft("plain_step_is_timed", 0)
-        if may_explore and self._age - self._last_trial >= TRIAL_GAP:
+        since_trial = self._age - self._last_trial
+        if may_explore and since_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
             trials = [
                 (self._kind(option.shape).last_age, most - value, option.shape)
@@ -194,13 +195,8 @@ class Policy:
                 return self._request(min(trials)[2])
         if chosen.nodes:
             return self._request(chosen)
-        return self._no_draft("plain_is_faster", self._rounds_to_trial() if may_explore else inf)
-
-    def _rounds_to_trial(self) -> float:
-        """Return the plain rounds before a draft may be tried; time comes to be worth plain steps in these."""
-        plain = self.live.step(1)
-        loss = min((option.seconds / plain - 1 - option.gain for option in self.options()), default=inf)
-        return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
+        wait = max(TRIAL_GAP - since_trial, (plain - best - self._purse) / EXPLORED)
+        return self._no_draft("plain_is_faster", wait if may_explore else inf)
 
     def _allowed_shapes(self) -> list[DraftShape]:
         context, pinned = self.live.context, self.pinned
@@ -258,8 +254,7 @@ class Policy:
             self.reasons["tables"] = "tables_pause"
         elif not self.gate.pays(self.rate):
             self._query_purse -= self.rate * self.gate.seconds
-        plain = self.live.step(1)
-        missing = 0.0 if self.gate.pays(1 / plain) else self.gate.seconds / plain - self._query_purse
+        missing = 0.0 if self.gate.pays(self.rate) else self.rate * self.gate.seconds - self._query_purse
         self._until_trial.append(missing / EXPLORED)
         return queries
 
@@ -380,7 +375,7 @@ class Policy:
         if paths:
             self._learn(decision, tree, shape, paths)
             tokens, seconds = self._done
-            took = self.expected(tree) + self.gate.seconds * decision.has_queried
+            took = self.expected(tree)
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
             self._purse = max(-DEBT, self._purse)  # one stall must not end trials
             self._fill_purses(progress)
