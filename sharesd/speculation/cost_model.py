@@ -96,10 +96,10 @@ class Costs:
         if width in self.step:
             return [(int(width), 1.0)]
         known, growth = sorted(self.step), self.growth
-        at = bisect_left(known, width)
-        if at == 0 or len(known) == 1 or (at == len(known) and self.step[known[-1]] < self.step[known[-2]]):
-            return [(known[max(0, at - 1)], 1.0)]
-        low, high = known[at - 1 : at + 1] if at < len(known) else known[-2:]  # wider ones grow as the last two do
+        if len(known) == 1:
+            return [(known[0], 1.0)]
+        at = min(max(1, bisect_left(known, width)), len(known) - 1)  # wider ones grow as the last two do
+        low, high = known[at - 1 : at + 1]
         share = (growth(width) - growth(low)) / (growth(high) - growth(low))
         return [(low, 1 - share), (high, share)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,12 +57,9 @@ def num_worth(gains: Sequence[float], price: Callable[[int], float], least: int)
 
     `gains`: tokens to expect of so many nodes. `price`: tokens that the time of a step of so many tokens is worth.
     """
-    best, most = len(gains) - 1, -inf
-    for num in range(least, len(gains)):
-        value = gains[num] - price(1 + num)
-        if value > most:
-            best, most = num, value
-    return best, most
+    values = [gain - price(1 + num) for num, gain in enumerate(gains)]
+    best = max(range(least, len(values)), key=values.__getitem__)
+    return best, values[best]
 
 
 class DraftScorer:
