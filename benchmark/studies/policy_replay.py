@@ -66,7 +66,7 @@ DRAFTS = {
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
 READ = 0.005
 """What a head takes to read a token that it missed."""
-EIGHT_ROWS = {"avx512": {1: 1.17, 2: 2.15, 4: 4.13}, "avx2": {1: 1.75, 2: 3.4, 4: 6.7}}
+EIGHT_ROWS = {"avx512": {1: 1.31, 2: 1.66, 4: 2.79}, "avx2": {1: 1.75, 2: 3.4, 4: 6.7}}
 """Machine -> a step of eight rows by its tokens per row: beyond about ten tokens, arithmetic takes the time."""
 EIGHT_ROWS_DRAFTS = {"share": 3.0, "eagle": 2.0}
 """Drafter -> a draft step of eight rows over one of a row."""
@@ -142,6 +142,7 @@ GROUPS = {
     "losing": [*(Cell("expensive", "eagle"), Cell("expensive", "share"), Cell("expensive", "eagle", temperature=1))],
     "eight rows": [
         *(Cell("avx2", "", True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
+        *(Cell("avx512", model, True, rows=8, context=context) for model in ("", "eagle") for context in (100, 2000)),
     ],
     "noise": [
         Cell("avx2", "eagle", start_error=0.3),
@@ -177,6 +178,7 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without doubts of what changed": [(cost_model, "BEYOND_DOUBT", inf)],
     "without plain steps that are timed": [(cost_model.LiveCosts, "plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
+    "without what calls gain: rows' mean gain counts": [(Policy, "share", 1.0)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
 }
 """What is left out -> replaced attributes."""

@@ -12,6 +12,7 @@ Trials of what seems worse are paid from a purse that half a percent of the toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import accumulate, zip_longest
 from math import inf
 from typing import NamedTuple
@@ -32,6 +33,8 @@ FRESH = 4
 """Rounds after which expectations are computed again."""
 NEW_TEXT = 60
 """Rounds that a new text counts as: those of earlier texts count less."""
+GAINS_PRIOR, GAINS_KEPT = 4.0, 0.94
+"""Tokens that rows and their call are taken to have gained together; part of what they gained that a new text keeps."""
 RATE_DECAY = 0.97
 """Fading of rounds in the mean rate: about the last 33 count."""
 SAMPLED = 4 / 3
@@ -61,7 +64,7 @@ class _Option(NamedTuple):
 
     shape: DraftShape
     gain: float
-    """Accepted tokens."""
+    """Tokens by which a call advances."""
     seconds: float
     """Time of the round."""
 
@@ -106,6 +109,7 @@ class Policy:
         self._kinds: dict[tuple[DraftKind, int], FixedDrafts | EndedDrafts] = {}  # by kind and window
         self._scorers = {shape.kind: DraftScorer(self._prior(shape)) for shape in self.shapes}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
+        self._rows_gain, self._call_gain = 0.0, 0.0  # decayed tokens gained by drafts for several rows: mean, in all
         self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._options: tuple[object, list[_Option]] = None, []  # by what they depend on
@@ -122,6 +126,7 @@ class Policy:
     def begin(self) -> None:
         """Start a new text."""
         self._age += NEW_TEXT
+        self._rows_gain, self._call_gain = GAINS_KEPT * self._rows_gain, GAINS_KEPT * self._call_gain
 
     @property
     def rate(self) -> float:
@@ -131,9 +136,16 @@ class Policy:
         tokens, seconds = self._done
         return max(1 / self.live.step(1), tokens / seconds if seconds else 0.0)
 
-    def _price(self) -> Callable[[int], float]:
+    @property
+    def share(self) -> float:
+        """Part of the mean gain of several rows by which their call advances: it ends with its slowest row."""
+        if self.live.point is None or self.live.point[2] == 1:
+            return 1.0
+        return (GAINS_PRIOR + self._call_gain) / (GAINS_PRIOR + self._rows_gain)
+
+    def _price(self, rate: float) -> Callable[[int], float]:
         """Return a function of the number of tokens in a step: tokens that its time is worth."""
-        rate, step = self.rate, self.live.step
+        step = self.live.step
         return lambda width: rate * step(width)
 
     @property
@@ -147,22 +159,23 @@ class Policy:
         key = shape.kind, shape.window
         if key not in self._kinds:
             # Of several branches one is accepted more often than a chain's token. It begins too high rather than too
-            # low: a few drafts show that.
+            # low: a few drafts show that. With a window, it begins as it is without.
             alpha = self._prior(shape) + 0.7 * (1 - self._prior(shape)) * shape.is_tree
-            self._kinds[key] = FixedDrafts(self._largest, alpha)
-            if self._can_stop_early:  # before any draft: as far as the prior lets steps pay
+            known = [each for (kind, _), each in self._kinds.items() if kind == shape.kind]
+            self._kinds[key] = deepcopy(known[0]) if known else FixedDrafts(self._largest, alpha)
+            if self._can_stop_early and not known:  # before any draft: as far as the prior lets steps pay
                 shorter = (shape._replace(depth=num, nodes=num + shape.is_tree) for num in range(1, shape.depth + 1))
                 best = max(map(self._option, shorter), key=lambda option: option.value(self.rate))
-                self._kinds[key] = EndedDrafts(best.gain, *best.shape[:2])
+                self._kinds[key] = EndedDrafts(best.gain / self.share, *best.shape[:2])
         return self._kinds[key]
 
     def _option(self, shape: DraftShape) -> _Option:
         gain, steps, nodes = self._kind(shape).expected(self._age, shape)
-        return _Option(shape, gain, self.live.draft(shape, steps) + self.live.step(1 + nodes))
+        return _Option(shape, self.share * gain, self.live.draft(shape, steps) + self.live.step(1 + nodes))
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
-        key = self.live.point, self.max_round_cost, self.pinned, self._age // FRESH
+        key = self.live.point, self.max_round_cost, self.pinned, self._age // FRESH, self._rows_gain
         if self._options[0] != key:
             self._options = key, list(map(self._option, self._allowed_shapes()))
         return self._options[1]
@@ -228,8 +241,8 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer = self._scorers[shape.kind]
-            self.scorer.begin(self.counted_rows, self.rate * self.live.draft_step(shape), self._price())
+            self.scorer, rate = self._scorers[shape.kind], self.rate / self.share
+            self.scorer.begin(self.counted_rows, rate * self.live.draft_step(shape), self._price(rate))
         return shape
 
     def _may_query(self, purse: float) -> bool:
@@ -269,13 +282,13 @@ class Policy:
         gains = self._gains_of_tables(scores, longest)
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
-        best, value = num_worth(gains, self._price(), 0)
+        best, value = num_worth(gains, self._price(self.rate), 0)
         return best, 1 + value
 
     def _gains_of_tables(self, scores: Sequence[Sequence[float]], num: int) -> list[float]:
-        """Return the tokens to expect of 0 to `num` nodes, mean of the rows."""
+        """Return the tokens to expect of 0 to `num` nodes."""
         means = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
-        return list(accumulate(means[:num], initial=0.0))
+        return [self.share * gain for gain in accumulate(means[:num], initial=0.0)]
 
     @property
     def model_leads(self) -> bool:
@@ -374,6 +387,9 @@ class Policy:
         live.record(shape, 1 + tree.tokens.shape[1], max(0.0, draft_s - query_s), step_s)
         if paths:
             self._learn(decision, tree, shape, paths)
+            if tree.tokens.numel() and len(tree.tokens) > 1:
+                self._rows_gain += sum(map(len, paths)) / len(paths)
+                self._call_gain += min(max(0.0, progress - 1), max(map(len, paths)))  # a row's end is no draft's gain
             tokens, seconds = self._done
             took = self.expected(tree)
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
@@ -386,7 +402,7 @@ class Policy:
         """Count what was accepted of a model's draft, which has this shape, and of nodes of tables."""
         num_nodes, drafted = tree.tokens.shape[1], [[node for node in path if node <= shape.nodes] for path in paths]
         if tree.record.takes_late_nodes:
-            self.gate.record_gain((sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
+            self.gate.record_gain(self.share * (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:

@@ -254,6 +254,36 @@ def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
     assert pinned.next_shape() == DraftShape(3, 3, 256)
 
 
+def test_with_a_window_drafts_begin_as_good_as_without() -> None:
+    policy = Policy(with_windows(chains(8), (0, 256)), costs=made_costs({1: 1.0, 9: 1.2}, 0.3), priors={"": 0.8})
+    for _ in range(20):
+        policy.record(policy.decision(), tree_of(chain(2)), [[]], 0.6, 1.05, 1)
+    policy.live.at(6000, 2)
+    assert policy.next_shape(may_explore=False) == NO_DRAFT
+
+
+@pytest.mark.parametrize("progress", [1.0, 1.5])
+def test_a_call_gains_what_its_slowest_row_gains(progress: float) -> None:
+    """A token for half of the rows pays where all rows count alike, and not where the others wait for the last one."""
+    costs, num_drafts = made_costs({1: 1.0, 2: 1.3}, 0.1), 0
+    policy = Policy(chains(1), costs=costs, priors={"": 0.6})
+    policy.live.at(0, 2, 8)
+    for _ in range(100):
+        shape = policy.next_shape()
+        tree = tree_of(shape)._replace(tokens=torch.zeros(8, shape.nodes, dtype=torch.int64))
+        paths = [[1][: shape.nodes] for _ in range(4)] + [[]] * 4
+        gained = progress if shape.nodes else 1.0
+        policy.record(policy.decision(), tree, paths, costs.of_draft(shape), costs.of_step(1 + shape.nodes), gained)
+        num_drafts += shape.nodes
+    assert num_drafts > 90 if progress > 1 else num_drafts < 10
+    known = policy.share
+    for _ in range(8):
+        policy.begin()
+    assert known <= policy.share <= 1, "other texts may be more alike"
+    policy.live.at(0, 2, 1)
+    assert policy.share == 1, "a row alone waits for none"
+
+
 def test_trials_of_what_could_not_pay_cost_less_than_a_percent() -> None:
     """As with eight rows, where a step of two tokens for each takes half as long again."""
     costs = made_costs({1: 1.0, 2: 1.5, 9: 5.2}, 0.8)
