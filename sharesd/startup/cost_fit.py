@@ -14,7 +14,7 @@ from sharesd_files import JsonCache
 
 STEP = ""
 Timed = str | DraftKind
-"""What is timed: steps (`STEP`), drafts of a kind, or a drafter's reading of missed tokens, by its name."""
+"""What is timed: steps (`STEP`), or drafts of a kind."""
 
 
 def fit_costs(
