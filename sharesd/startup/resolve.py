@@ -364,18 +364,9 @@ class _Resolver:
         if ("auto" in mixes or (mixes_head and not config.hybrid_with)) and not config.auto_drafters:
             auto = choose(offloads=self._has_block_source)
             config = replace(config, auto_drafters=auto.drafters)
-        warnings: list[str] = []
-        offload = None if self._has_block_source else self._plan(config, dtype, warnings.append)
-        for less in ({"one_model": True}, {"offloads": True}):
-            if auto is None or offload is None or not offload.plan.offloads:
-                break
-            other = choose(**less)
-            others: list[str] = []
-            try:
-                offload = self._plan(replace(config, auto_drafters=other.drafters), dtype, others.append)
-                auto, warnings = other, others
-            except DoesNotFit:  # the drafters of a resident target need less memory
-                pass
+        offload, warnings = None, list[str]()
+        if not self._has_block_source:
+            auto, offload, warnings = self._plan_with(auto, choose, config, dtype)
         for warning in warnings:
             log.warning("%s", warning)
         plan = None if offload is None else offload.plan
@@ -489,6 +480,35 @@ class _Resolver:
                 layers=layers,
             )
         )
+
+    def _plan_with(
+        self,
+        auto: AutoDrafters | None,
+        choose: Callable[..., AutoDrafters],
+        config: EngineConfig,
+        dtype: torch.dtype,
+    ) -> tuple[AutoDrafters | None, Offloading | None, list[str]]:
+        """Return the drafters with which nothing is offloaded, else the last that fit, their plan, and its warnings.
+
+        Raises DoesNotFit if none fit.
+        """
+        ways: list[dict[str, bool]] = [{}] if auto is None else [{}, {"one_model": True}, {"offloads": True}]
+        found, failure = None, None
+        for how in ways:
+            other, warnings = choose(**how) if how else auto, list[str]()
+            drafts = config if other is None else replace(config, auto_drafters=other.drafters)
+            try:
+                offload = self._plan(drafts, dtype, warnings.append)
+            except DoesNotFit as error:  # others may need less memory
+                failure = error
+                continue
+            found = other, offload, warnings
+            if offload is None or not offload.plan.offloads:
+                break
+        if found is None:
+            assert failure is not None
+            raise failure
+        return found
 
     def _plan(self, config: EngineConfig, dtype: torch.dtype, warn: Callable[[str], object]) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)

@@ -93,30 +93,35 @@ def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
     assert chosen(config, folder).drafters == ("share", *TABLES), "solutions are on disk now"
 
 
-@pytest.mark.parametrize("names", [["eagle", "share"], ["eagle"]], ids=["memory for both", "memory for one"])
-def test_hybrid_and_auto_mix_the_same_models(
+@pytest.mark.parametrize(
+    ("spare", "of_hybrid", "of_auto"),
+    [(1000, ["eagle", "share"], ["eagle", "share"]), (1, ["eagle"], ["eagle"]), (-6, ["eagle"], ["share"])],
+    ids=["memory for both", "for one", "for part of the target"],
+)
+def test_quantized_copies_next_to_a_head_need_memory(
     folder: Path,
     tmp_path: Path,
     pays: None,
-    names: list[str],
+    spare: int,
+    of_hybrid: list[str],
+    of_auto: list[str],
     monkeypatch: pytest.MonkeyPatch,
     close_after: list[Runtime],
 ) -> None:
-    """Without the memory for quantized copies next to a head, it drafts alone, and nothing is offloaded for them."""
+    """Nothing is offloaded for them, and what started without them starts. `spare`: blocks beyond what a head takes."""
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 10**8)
     head = str(make_head(tmp_path / "head", decoder_config(folder), "eagle"))
     enough = config_of(folder, heads=(head,), offload=OffloadConfig(host_memory=10**9))
     alone = planned(replace(enough, auto_drafters=("eagle", "suffix")), "naive", "auto").plan
-    limit = 10**9 if len(names) > 1 else alone.device_bytes + alone.slot
-    config = replace(enough, offload=OffloadConfig(host_memory=limit))
-    runtime = Runtime(config, ("naive", "hybrid", "auto"))
-    close_after.append(runtime)
-    assert runtime.streamed is None
-    for mode in ("hybrid", "auto"):
+    limit = alone.device_bytes + spare * alone.slot
+    for mode, names in (("hybrid", of_hybrid), ("auto", of_auto)):
+        runtime = Runtime(replace(enough, offload=OffloadConfig(host_memory=limit)), ("naive", mode))
+        close_after.append(runtime)
+        assert (runtime.streamed is not None) == (spare < 0)
         drafter = in_mode(runtime, mode).modes[mode].drafter
         assert drafter is not None and [model.name for model in drafter.models] == names
-    found = texts(runtime, ("naive", "hybrid", "auto"))
-    assert all(found[mode, t] == found["naive", t] for mode in ("hybrid", "auto") for t in (0.0, 1.0))
+        found = texts(runtime, ("naive", mode))
+        assert all(found[mode, t] == found["naive", t] for t in (0.0, 1.0))
 
 
 def check(runtime: Runtime, drafters: tuple[str, ...]) -> str:
