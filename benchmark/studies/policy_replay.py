@@ -178,7 +178,7 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without doubts of what changed": [(cost_model, "BEYOND_DOUBT", inf)],
     "without plain steps that are timed": [(cost_model.LiveCosts, "plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
-    "without what calls gain: rows' mean gain counts": [(Policy, "share", 1.0)],
+    "without what calls gain: rows' mean gain counts": [(Policy, "call_ratio", 1.0)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
 }
 """What is left out -> replaced attributes."""

@@ -137,7 +137,7 @@ class Policy:
         return max(1 / self.live.step(1), tokens / seconds if seconds else 0.0)
 
     @property
-    def share(self) -> float:
+    def call_ratio(self) -> float:
         """Part of the mean gain of several rows by which their call advances: it ends with its slowest row."""
         if self.live.point is None or self.live.point[2] == 1:
             return 1.0
@@ -166,12 +166,12 @@ class Policy:
             if self._can_stop_early and not known:  # before any draft: as far as the prior lets steps pay
                 shorter = (shape._replace(depth=num, nodes=num + shape.is_tree) for num in range(1, shape.depth + 1))
                 best = max(map(self._option, shorter), key=lambda option: option.value(self.rate))
-                self._kinds[key] = EndedDrafts(best.gain / self.share, *best.shape[:2])
+                self._kinds[key] = EndedDrafts(best.gain / self.call_ratio, *best.shape[:2])
         return self._kinds[key]
 
     def _option(self, shape: DraftShape) -> _Option:
         gain, steps, nodes = self._kind(shape).expected(self._age, shape)
-        return _Option(shape, self.share * gain, self.live.draft(shape, steps) + self.live.step(1 + nodes))
+        return _Option(shape, self.call_ratio * gain, self.live.draft(shape, steps) + self.live.step(1 + nodes))
 
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
@@ -241,7 +241,7 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer, rate = self._scorers[shape.kind], self.rate / self.share
+            self.scorer, rate = self._scorers[shape.kind], self.rate / self.call_ratio
             self.scorer.begin(self.counted_rows, rate * self.live.draft_step(shape), self._price(rate))
         return shape
 
@@ -288,7 +288,7 @@ class Policy:
     def _gains_of_tables(self, scores: Sequence[Sequence[float]], num: int) -> list[float]:
         """Return the tokens to expect of 0 to `num` nodes."""
         means = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
-        return [self.share * gain for gain in accumulate(means[:num], initial=0.0)]
+        return [self.call_ratio * gain for gain in accumulate(means[:num], initial=0.0)]
 
     @property
     def model_leads(self) -> bool:
@@ -402,7 +402,7 @@ class Policy:
         """Count what was accepted of a model's draft, which has this shape, and of nodes of tables."""
         num_nodes, drafted = tree.tokens.shape[1], [[node for node in path if node <= shape.nodes] for path in paths]
         if tree.record.takes_late_nodes:
-            self.gate.record_gain(self.share * (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
+            self.gate.record_gain(self.call_ratio * (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:

@@ -276,12 +276,12 @@ def test_a_call_gains_what_its_slowest_row_gains(progress: float) -> None:
         policy.record(policy.decision(), tree, paths, costs.of_draft(shape), costs.of_step(1 + shape.nodes), gained)
         num_drafts += shape.nodes
     assert num_drafts > 90 if progress > 1 else num_drafts < 10
-    known = policy.share
+    known = policy.call_ratio
     for _ in range(8):
         policy.begin()
-    assert known <= policy.share <= 1, "other texts may be more alike"
+    assert known <= policy.call_ratio <= 1, "other texts may be more alike"
     policy.live.at(0, 2, 1)
-    assert policy.share == 1, "a row alone waits for none"
+    assert policy.call_ratio == 1, "a row alone waits for none"
 
 
 def test_trials_of_what_could_not_pay_cost_less_than_a_percent() -> None:

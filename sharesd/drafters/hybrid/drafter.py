@@ -190,6 +190,7 @@ class HybridDrafter(Drafter):
     ) -> Tensor | None:
         made = tree.record
         for name, model in self._models.items():
+            # Rounds that are being captured have no drafter's name: their commits are repeated in every round.
             is_its_own = made.num_steps and not made.num_filled and made.drafter in (name, "")
             if model.commits_plain_rounds or is_its_own:
                 model.commit(context, tree, verified, logits_BTV)
